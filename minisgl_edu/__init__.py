@@ -1,0 +1,21 @@
+"""An LLM inference engine you can read in a week and believe in."""
+__version__ = "0.1.0"
+
+# Names of the public face and the chapter that defines each. Imported on first use, so that
+# `from minisgl_edu.core import Req` and spawned worker processes do not load the whole engine.
+_PUBLIC = {
+    "LLM": "llm", "SamplingParams": "core", "RequestError": "core",
+    "default_model": "checkpoint", "start_server": "launch",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name):
+    if name not in _PUBLIC: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+    value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__(): return sorted(__all__)
