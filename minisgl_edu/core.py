@@ -26,7 +26,7 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param, self.code = param, code
 
-# %% ../nbs/01_core.ipynb #b2ec2135
+# %% ../nbs/01_core.ipynb #bd8ad7f2
 def check_number(
     name:str,            # Field name, for the message
     value,               # What the user gave
@@ -39,7 +39,7 @@ def check_number(
     kinds = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise RequestError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}", name)
-    if (isinstance(value, float) and not math.isfinite(value)) or value < low or value > high or (open_low and value == low):
+    if not abs(value) <= sys.float_info.max or value < low or value > high or (open_low and value == low):
         bound = f"{'>' if open_low else '>='} {low}" + ("" if high == math.inf else f" and <= {high}")
         raise RequestError(f"{name} must be {bound}, got {value!r}", name)
     return value

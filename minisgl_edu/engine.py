@@ -41,7 +41,7 @@ def parse_bytes(
         value = int(float(m[1]) * _UNITS[m[2]])
     return check_number(name, value, 1, whole=True)
 
-# %% ../nbs/13_engine.ipynb #40c1668a
+# %% ../nbs/13_engine.ipynb #0e84aa5d
 def _one_of(
     name:str,        # Field name, for the message
     value,           # What the user gave
@@ -49,11 +49,11 @@ def _one_of(
     later:tuple=()   # What a later chapter builds
 ):
     "Refuse `value` by name unless it is in `allowed`"
-    if value in allowed: return
+    if any(type(value) is type(a) and value == a for a in allowed): return
     hint = " comes with a later chapter;" if value in later else ", which does not exist;"
     raise ValueError(f"{name}={value!r}{hint} use one of {', '.join(map(repr, allowed))}")
 
-# %% ../nbs/13_engine.ipynb #2c34230c
+# %% ../nbs/13_engine.ipynb #10653a8b
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -91,8 +91,7 @@ class EngineConfig:
         _one_of("admission", self.admission, ("reserve",), ("optimistic", "retract"))
         _one_of("disable_overlap", self.disable_overlap, (None, True), (False,))
         _one_of("dummy_weights", self.dummy_weights, (False, True))
-        if self.cuda_graph_max_bs not in (None, 0):
-            check_number("cuda_graph_max_bs", self.cuda_graph_max_bs, 0, whole=True)
+        if self.cuda_graph_max_bs is not None and check_number("cuda_graph_max_bs", self.cuda_graph_max_bs, 0, whole=True):
             raise ValueError(f"cuda_graph_max_bs={self.cuda_graph_max_bs}: CUDA graphs come with a later chapter; use 0")
 
 # %% ../nbs/13_engine.ipynb #a197a0ca
@@ -220,7 +219,7 @@ def make_context(
     return ForwardContext(batch.phase, [s.cached_len for s in spans], [s.device_len for s in spans],
         rows, ids, positions, out_loc, lens.cumsum(0) - 1)
 
-# %% ../nbs/13_engine.ipynb #a800e0d3
+# %% ../nbs/13_engine.ipynb #939f00a7
 class StaticBatch:
     "A fixed set of requests, run together until the last has ended; nobody joins"
     def __init__(self,
@@ -232,7 +231,7 @@ class StaticBatch:
             n = pages_needed(r.max_device_len, engine.page_size)
             r.table_idx, r.pages, page = i, list(range(page, page + n)), page + n
         if page > engine.num_pages or len(work) > engine.dummy_row:
-            raise ValueError(f"{len(work)} requests of {page} pages do not fit {engine.dummy_row} rows and {engine.num_pages} pages")
+            raise ValueError(f"{len(work)} requests need {page} pages; there are {engine.dummy_row} rows and {engine.num_pages} pages")
         engine.stream.submit(self._write_rows).synchronize()
 
     def _write_rows(self):

@@ -73,7 +73,7 @@ def check_main():
     if path and not getattr(main, "__spec__", None) and not os.path.exists(path):
         raise RuntimeError(f"workers import the program that starts them, and {path} is not a file; save it as one")
 
-# %% ../nbs/24_launch.ipynb #2208bbbe
+# %% ../nbs/24_launch.ipynb #5e31276e
 def bind(
     host:str, # Name or address
     port:int  # 0 takes any free one
@@ -88,7 +88,7 @@ def bind(
         sock.listen(2048) # two that are only bound may share a port; a listening one is alone
     except OSError as e:
         sock.close()
-        raise OSError(e.errno, f"cannot listen on {host} port {port}: {e.strerror}") from None
+        raise OSError(f"cannot listen on {host} port {port}: {e.strerror}") from None
     return sock
 
 # %% ../nbs/24_launch.ipynb #3ea6bd93
@@ -186,7 +186,7 @@ class Workers:
         for w in self.all: w.control.close()
         for c in (*self.to_tokenizers, self.to_scheduler, self.to_detokenizer, self.to_frontend): c.close()
 
-# %% ../nbs/24_launch.ipynb #7a4ea675
+# %% ../nbs/24_launch.ipynb #de9286d7
 class _Http:
     "uvicorn in a thread, on a socket that listens already"
     def __init__(self,
@@ -212,26 +212,29 @@ class _Http:
         "Take no more connections; let requests end, then end them"
         self.server.should_exit = True
         self.thread.join(seconds)
-        if self.thread.is_alive(): frontend.fail(reason); self.thread.join(1)
-        if self.thread.is_alive(): self.server.force_exit = True; self.thread.join(0.5)
+        if self.thread.is_alive(): frontend.fail(reason); self.thread.join(0.7)
+        if self.thread.is_alive(): self.server.force_exit = True; self.thread.join(0.3)
 
-# %% ../nbs/24_launch.ipynb #826a362e
+# %% ../nbs/24_launch.ipynb #a56d0d93
 class ServerHandle:
     "A running server; `stop()` it, or use it in a `with` statement"
     def __init__(self,
         config:ServerConfig
     ):
         check_main(); check_travels(config)
-        self.config, self.failure, self.done = config, None, threading.Event()
+        self.config, self.failure, self.done, self.workers = config, None, threading.Event(), None
         self.times = {"start": time.monotonic()}
         self._sock = bind(config.host, config.port)
-        try: self._launch()
-        except BaseException: self._end(); raise
-        atexit.register(self.stop)
-        self._thread.start()
+        self._wake, self._waker = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._supervise, name="minisgl-supervisor", daemon=True)
+        try: self._launch(); self._thread.start()
+        except BaseException:
+            if self._thread.is_alive(): self.stop()
+            else: self._end()
+            raise
 
     def _launch(self):
-        config, self.workers = self.config, None
+        config = self.config
         self.host, self.port = self._sock.getsockname()[:2]
         model_dir = resolve_model(config.model)
         ModelConfig.from_dir(model_dir)  # a directory that holds no model is refused here, in a moment
@@ -248,8 +251,7 @@ class ServerHandle:
         self._http = _Http(create_app(self.frontend, info), self._sock)
         self._http.start()
         self.times["serving"] = time.monotonic()
-        self._wake, self._waker = multiprocessing.Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._supervise, name="minisgl-supervisor", daemon=True)
+        atexit.register(self.stop)
 
     @property
     def url(self)->str:
@@ -271,13 +273,13 @@ class ServerHandle:
 
     def _end(self):
         "Nobody and nothing stays"
+        atexit.unregister(self.stop)
         if self.workers: self.workers.stop()
-        self._sock.close()
+        for end in (self._sock, self._wake, self._waker): end.close()
         self.done.set()
 
     def stop(self):
         "Let running requests end for `drain_seconds`, then end everything; a second call only waits"
-        atexit.unregister(self.stop)
         try: self._waker.send(None)
         except OSError: pass
         self.done.wait()
@@ -295,7 +297,7 @@ def start_server(
     if bad := sorted(set(options) - known): raise TypeError(f"start_server got unknown keyword(s) {', '.join(bad)}; it takes {', '.join(sorted(known))}")
     return ServerHandle(replace(config, **options) if config else ServerConfig(**options))
 
-# %% ../nbs/24_launch.ipynb #19e04c20
+# %% ../nbs/24_launch.ipynb #996115db
 class _Stop(BaseException):
     "Ctrl-C or SIGTERM"
 
@@ -309,17 +311,17 @@ def serve(
     "Serve until Ctrl-C or SIGTERM, in the foreground"
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[server] %(message)s")
     for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, _on_signal)
-    try: handle = ServerHandle(config)
-    except _Stop: return 0
-    except (RuntimeError, ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
-        return 1
+    handle, failure = None, None
     try:
+        handle = ServerHandle(config)
         print(_greeting(handle), flush=True)
         handle.done.wait()
-    except _Stop: handle.stop()
-    if handle.failure: print(f"error: {handle.failure}", file=sys.stderr, flush=True)
-    return 1 if handle.failure else 0
+        failure = handle.failure
+    except _Stop:
+        if handle: handle.stop()
+    except (RuntimeError, ValueError, OSError) as e: failure = e
+    if failure: print(f"error: {failure}", file=sys.stderr, flush=True)
+    return 1 if failure else 0
 
 def _greeting(handle)->str:
     body = f'{{"model": "{handle.model_name}", "stream": true, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'

@@ -30,7 +30,7 @@ class Output:
     prompt_token_ids: list[int] = field(default_factory=list) # The prompt as the model saw it
     cached_tokens: int = 0             # Prompt tokens found in the prefix cache
 
-# %% ../nbs/20_llm.ipynb #d73bb9f7
+# %% ../nbs/20_llm.ipynb #5904bbf6
 class _Session:
     "One live request: its output so far, and the text not yet taken by its reader"
     def __init__(self,
@@ -52,7 +52,7 @@ class _Session:
         out.cached_tokens = event.cached_tokens
         if event.token_id is not None: out.token_ids.append(event.token_id)
         if self.text and (event.token_id is not None or reason):
-            piece, stopped = self.text.push(event.token_id, reason is not None)
+            piece, stopped = self.text.push(event.token_id, reason or False)
             out.text += piece
             if piece: self.pieces.append(piece)
         out.finish_reason, self.error = "stop" if stopped else reason, event.error
@@ -113,7 +113,7 @@ def _is_one(
     if isinstance(prompt, str): return True
     return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and any(all(isinstance(p, kind) for p in prompt) for kind in (int, dict))
 
-# %% ../nbs/20_llm.ipynb #5ea3ef86
+# %% ../nbs/20_llm.ipynb #e2a95a2e
 class LLM:
     "A model you can call. One thread at a time: a second one is refused, not queued"
     def __init__(self,
@@ -179,7 +179,7 @@ class LLM:
         if params is None:
             room = self.engine.max_seq_len - len(ids)
             params = replace(SamplingParams(), max_tokens=max(1, min(SamplingParams().max_tokens, room)))
-        text = TextStream(self.tokenizer, params, self.engine.eos_token_ids) if self.tokenizer else None
+        text = TextStream(self.tokenizer, params.stop, params.skip_special_tokens, self.engine.eos_token_ids) if self.tokenizer else None
         session = _Session(next(self._uids), ids, text)
         self.scheduler.add(session.uid, ids, params)
         self._sessions[session.uid] = session

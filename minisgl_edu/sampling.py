@@ -29,14 +29,14 @@ def _mix(
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
 
-# %% ../nbs/11_sampling.ipynb #4162e372
+# %% ../nbs/11_sampling.ipynb #b9917782
 def uniform(
     seed:int,    # The request's seed
     position:int # Which output token, from 0
-)->float:        # In [0, 1), 53 bits
+)->float:        # In (0, 1], 53 bits
     "The one random number that decides token `position` of a request: a function of nothing else"
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
-    return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) * 2.0**-53
+    return ((_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) + 1) * 2.0**-53
 
 # %% ../nbs/11_sampling.ipynb #e4fdd77d
 def request_seed(
@@ -78,24 +78,32 @@ def prepare(
         tensor([p.top_p for p in params], torch.float64), tensor([p.min_p for p in params], torch.float32),
         tensor([uniform(request_seed(r), r.device_len - r.prompt_len) for r in reqs], torch.float64))
 
-# %% ../nbs/11_sampling.ipynb #4875cce7
+# %% ../nbs/11_sampling.ipynb #3d380c7a
+def _best(
+    logits:torch.Tensor # [rows, vocab]
+)->torch.Tensor:        # [rows]
+    "The best token, the lowest id of equals; on the CPU `max` finds it faster than `argmax`"
+    return logits.max(-1).indices
+
 def _probs(
-    logits:torch.Tensor,      # [rows, vocab]
-    temperatures:torch.Tensor # [rows] > 0
+    logits:torch.Tensor,      # [batch, vocab]
+    rows:torch.Tensor,        # Which rows, rising
+    temperatures:torch.Tensor # [batch] > 0
 )->torch.Tensor:              # [rows, vocab] float32 (float64 for float64 logits)
     "Softmax at each row's temperature; the best score is subtracted first, so that nothing overflows"
+    if len(rows) < len(logits): logits, temperatures = logits[rows], temperatures[rows]
     gap = logits - logits.amax(-1, keepdim=True)
     return torch.softmax(gap.div_(temperatures.to(gap.dtype).unsqueeze(-1)), dim=-1)
 
-# %% ../nbs/11_sampling.ipynb #85cda456
+# %% ../nbs/11_sampling.ipynb #09ff4dde
 def _draw(
     weights:torch.Tensor, # [rows, n] >= 0, not necessarily summing to one
-    uniforms:torch.Tensor # [rows] float64 in [0, 1)
+    uniforms:torch.Tensor # [rows] float64 in (0, 1]
 )->torch.Tensor:          # [rows] index into n
-    "The first index where the running sum passes `uniform` times the total: never one of weight zero"
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    target = (uniforms * sums[:, -1]).unsqueeze(-1)
-    return torch.searchsorted(sums, target, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+    "The first index where the running sum reaches `uniform` times the total: never one of weight zero"
+    sums = weights.cumsum(-1, dtype=torch.float64 if weights.is_cuda else None) # the CPU adds up in float64 anyway
+    target = (uniforms.to(sums.dtype) * sums[:, -1]).unsqueeze(-1)
+    return torch.searchsorted(sums, target).squeeze(-1).clamp_(max=weights.shape[-1] - 1) # NaN finds no place
 
 # %% ../nbs/11_sampling.ipynb #20c1212b
 def _likeliest(
@@ -146,24 +154,24 @@ def _draw_ranked(
     if len(rest): tokens[rest] = _draw_ranked(probs[rest], uniforms[rest], top_ks[rest], top_ps[rest], min_ps[rest], 16 * first)
     return tokens
 
-# %% ../nbs/11_sampling.ipynb #60c9e9a5
+# %% ../nbs/11_sampling.ipynb #0a622be0
 def sample(
     logits:torch.Tensor, # [batch, vocab]
     args:SamplingArgs    # From `prepare`, for the same rows
 )->torch.Tensor:         # [batch] int64, on the device of `logits`
-    "One token a row; rows that need less do less, and the host never waits for the device"
-    if args.all_greedy: return logits.argmax(-1)
+    "One token a row; rows that ask for less cost less, and on CUDA the host never waits"
+    if args.all_greedy: return _best(logits)
     def here(t): return t.to(logits.device, non_blocking=True)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    temperatures, uniforms = here(args.temperatures), here(args.uniforms)
     if len(args.greedy):
         rows = here(args.greedy)
-        tokens[rows] = logits[rows].argmax(-1)
-    uniforms, temperatures = here(args.uniforms), here(args.temperatures)
+        tokens[rows] = _best(logits[rows])
     if len(args.plain):
         rows = here(args.plain)
-        tokens[rows] = _draw(_probs(logits[rows], temperatures[rows]), uniforms[rows])
+        tokens[rows] = _draw(_probs(logits, rows, temperatures), uniforms[rows])
     if len(args.ranked):
         rows = here(args.ranked)
         rules = (here(t)[rows] for t in (args.top_ks, args.top_ps, args.min_ps))
-        tokens[rows] = _draw_ranked(_probs(logits[rows], temperatures[rows]), uniforms[rows], *rules)
+        tokens[rows] = _draw_ranked(_probs(logits, rows, temperatures), uniforms[rows], *rules)
     return tokens

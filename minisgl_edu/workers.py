@@ -48,12 +48,12 @@ def _refusal(
     if not isinstance(error, RequestError): _log.error("request %d failed: %r", uid, error)
     return ReplyMsg(uid, finish_reason="error", error=ErrorInfo.of(error))
 
-# %% ../nbs/22_workers.ipynb #f8adef82
+# %% ../nbs/22_workers.ipynb #6d91a0a7
 class _Stream:
     "One request in the detokenizer: its text so far, and what the client has not been told"
     def __init__(self,
         msg:TokenMsg, # Its first message
-        text          # A `TextStream`: `push(token_id, finished)` gives (new text, stopped?)
+        text          # A `TextStream`: `push(token_id, finish_reason or False)` gives (new text, stopped?)
     ):
         self.uid, self.text, self.count = msg.uid, text, 0
         self.new_text, self.new_ids, self.last = "", [], msg
@@ -65,7 +65,7 @@ class _Stream:
         "Take one message"
         self.last = msg
         if msg.token_id is not None: self.new_ids.append(msg.token_id); self.count += 1
-        piece, stopped = self.text.push(msg.token_id, msg.finish_reason is not None)
+        piece, stopped = self.text.push(msg.token_id, msg.finish_reason or False)
         self.new_text += piece
         self.finish_reason = "stop" if stopped else msg.finish_reason
         return stopped and msg.finish_reason is None
@@ -225,7 +225,7 @@ def _one_thread():
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if "torch" in sys.modules: sys.modules["torch"].set_num_threads(1)
 
-# %% ../nbs/22_workers.ipynb #1ab1fad6
+# %% ../nbs/22_workers.ipynb #4fb14520
 def detokenizer_worker(
     args:WorkerArgs
 ):
@@ -237,7 +237,7 @@ def _load_detokenizer(args):
     from minisgl_edu.text import TextStream, load_tokenizer
     _one_thread()
     tokenizer, eos = load_tokenizer(args.model_dir), ModelConfig.from_dir(args.model_dir).eos_token_ids
-    loop = DetokenizerLoop(lambda params: TextStream(tokenizer, params, eos))
+    loop = DetokenizerLoop(lambda params: TextStream(tokenizer, params.stop, params.skip_special_tokens, eos))
     def turn():
         replies, stops = loop.handle(args.inbox.recv())
         args.to_frontend.send(replies)

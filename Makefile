@@ -1,0 +1,79 @@
+# Everything runs in a virtual environment inside the checkout (.venv); every target sets it up when it is missing or out of date.
+#   PYTHON=python3.12     another interpreter (>= 3.10) to make the environment with
+#   TORCH_INDEX=URL       take torch from this package index (a CPU-only or another CUDA build); the default is what pip finds
+#   ARGS="--port 8000"    passed on to the command
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+# Two workers run the notebooks, one thread each; pytest runs alone, with two.
+QUICK := MINISGL_QUICK=1 TRITON_INTERPRET=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
+WORKERS ?= 2
+
+.NOTPARALLEL:
+.PHONY: help setup serve fetch lab bench test test-sync test-notebooks test-outputs test-pytest export html clean
+
+help:
+	@echo "make serve   fetch the default model, start the server, print its URL and a curl to try (ARGS=... for its flags)"
+	@echo "make lab     open the book in JupyterLab"
+	@echo "make bench   the engine against transformers on this machine"
+	@echo "make test    everything: notebooks in step, executed, outputs compared, and the test suite"
+	@echo "make html    the book as web pages, in _book/"
+	@echo "make export  notebooks -> modules, and clean the notebooks"
+	@echo "make clean   remove the environment and all that was built"
+
+setup: $(READY)
+
+$(READY): settings.ini setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or later is needed, this is %d.%d; try make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@echo "== setting up $(VENV): about two minutes, 2.5 GB (more with a CUDA build of torch)"
+	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module does not work here; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install --quiet --index-url "$(TORCH_INDEX)" \
+	  "$$($(BIN)/python -c 'import configparser; c = configparser.ConfigParser(delimiters=["="]); c.read("settings.ini"); print(next(r for r in c["DEFAULT"]["requirements"].split() if r.startswith("torch")))')"; fi
+	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+serve: $(READY)
+	@$(BIN)/minisgl-edu serve $(ARGS)
+
+fetch: $(READY)
+	@$(BIN)/minisgl-edu fetch $(ARGS)
+
+lab: $(READY)
+	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) index.ipynb
+
+bench: $(READY)
+	@$(BIN)/minisgl-edu bench $(ARGS)
+
+test: $(READY)
+	@$(MAKE) --no-print-directory test-sync test-notebooks test-outputs test-pytest
+
+test-sync: $(READY)
+	@echo "== 1/4 notebooks and modules in step"
+	@$(BIN)/python tests/check_sync.py
+
+test-notebooks: $(READY) fetch
+	@echo "== 2/4 every notebook runs from top to bottom (small counts)"
+	@$(QUICK) OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing --do_print
+
+test-outputs: $(READY) fetch
+	@echo "== 3/4 the stored outputs are what the cells give"
+	@$(QUICK) OMP_NUM_THREADS=2 $(BIN)/python tests/check_outputs.py
+
+test-pytest: $(READY) fetch
+	@echo "== 4/4 the test suite"
+	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q --timeout=300 --durations=10 tests
+
+export: $(READY)
+	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
+
+html: $(READY)
+	@$(BIN)/jupyter nbconvert --log-level=WARN --to html --output-dir _book nbs/*.ipynb
+	@echo "open _book/index.html"
+
+clean:
+	rm -rf $(VENV) _book _docs build dist *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
