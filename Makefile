@@ -30,10 +30,10 @@ $(READY): settings.ini setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or later is needed, this is %d.%d; try make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@echo "== setting up $(VENV): about two minutes, 2.5 GB (more with a CUDA build of torch)"
 	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module does not work here; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install --quiet --index-url "$(TORCH_INDEX)" \
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install -qq --index-url "$(TORCH_INDEX)" \
 	  "$$($(BIN)/python -c 'import configparser; c = configparser.ConfigParser(delimiters=["="]); c.read("settings.ini"); print(next(r for r in c["DEFAULT"]["requirements"].split() if r.startswith("torch")))')"; fi
-	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@$(BIN)/python -m pip install -qq -e '.[dev]'
 	@touch $@
 
 serve: $(READY)

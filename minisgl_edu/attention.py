@@ -88,7 +88,7 @@ class Plan:
     groups: list[Group] = field(default_factory=list)
     order: torch.Tensor|None = None   # [num_decodes] rows of the decoding tokens, longest request first; None: 0, 1, 2, ...
 
-# %% ../nbs/08_attention.ipynb #db98edc4
+# %% ../nbs/08_attention.ipynb #2750d1e1
 class TorchAttention:
     "Paged attention in plain PyTorch: prompts one at a time, single tokens in groups"
     scratch_bytes = 2 << 20 # gathered KV of one group: small enough to stay in a core's cache until it is read
@@ -142,8 +142,8 @@ class TorchAttention:
         "Keys and values at `slots`, [num_tokens, 2, num_kv_heads, head_dim]: a view of the pool if they are a run"
         kv = self.pool.kv[layer_id]
         if isinstance(slots, slice): return kv[slots]
-        if len(slots) > self.max_tokens: return kv.index_select(0, slots)
-        return torch.index_select(kv, 0, slots, out=self.scratch[:len(slots)])
+        if len(slots) > len(self.scratch): self.scratch = kv.new_empty(len(slots), *kv.shape[1:])
+        return torch.index_select(kv, 0, slots, out=self.scratch[:len(slots)]) # memory in use already: no page faults
 
     def _decode(self, q, layer_id, group):
         "[num_reqs, num_qo_heads, head_dim]: the query heads that share a KV head are the rows of one small matrix"

@@ -96,14 +96,15 @@ def transformers_peer(
         return time.perf_counter() - start
     return serve
 
-# %% ../nbs/26_benchmark.ipynb #ae85db41
+# %% ../nbs/26_benchmark.ipynb #aeeef4a1
 def load_transformers(
     model_dir,          # Directory of the model
     dtype:torch.dtype,
     device="cpu"
 ):
     "The same weights as a transformers model"
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, logging
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype).to(device).eval()
 
 # %% ../nbs/26_benchmark.ipynb #f12429d6
@@ -168,7 +169,7 @@ def table(
         lines.append(f"{r['workload']:28} {r['peer']:26} {r['tokens_per_s']:9.1f} {r['low']:7.1f}..{r['high']:<6.1f} {ratio:>8} {share:>12}")
     return "\n".join(lines)
 
-# %% ../nbs/26_benchmark.ipynb #13ea43a0
+# %% ../nbs/26_benchmark.ipynb #2b6e95cc
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
 )->int: # Exit code
@@ -185,7 +186,7 @@ def main(
     rows = run_benchmark(a.model, a.device, a.quick, a.seed, say=lambda new: print(table(new), flush=True))
     where = provenance(a.device, a.seed, a.quick)
     print("\n" + table(rows))
-    print(f"\nfloat32 on CPUs · {where['device']} · {where['threads']} threads · torch {where['torch']} · transformers {where['transformers']} · {where['date']}")
+    print(f"\n{where['device']} · {where['threads']} threads · torch {where['torch']} · transformers {where['transformers']} · {where['date']}")
     if a.out:
         save_record(dict(name="benchmark", chapter="26_benchmark", title="The engine against transformers", units={"tokens_per_s": "tokens/s"},
                          rows=rows, provenance=where, seconds=round(time.perf_counter() - start, 2)), a.out)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 # %% auto #0
 __all__ = ['SUPPORTED', 'LATER', 'ROPE_TYPES', 'WHEEL', 'WHEEL_REQUIREMENT', 'WHEEL_BYTES', 'WHEEL_SHA256', 'DEFAULT_NAME',
-           'ModelConfig', 'eos_token_ids', 'has_tokenizer', 'torch_dtype', 'WeightSlot', 'materialize',
+           'eos_token_ids', 'ModelConfig', 'torch_dtype', 'has_tokenizer', 'WeightSlot', 'materialize',
            'checkpoint_files', 'load_weights', 'dummy_weights', 'save_random_model', 'cache_dir', 'default_model',
            'resolve_model']
 
@@ -33,14 +33,6 @@ def _read_json(
     except (ValueError, UnicodeDecodeError) as e: raise ValueError(f"{path} is not valid JSON: {e}") from None
     if not isinstance(value, dict): raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
-
-# %% ../nbs/04_checkpoint.ipynb #03554e7d
-def _as_ids(
-    value # None, one id, or a list of ids, as config files write them
-)->set[int]:
-    "End-of-sequence ids in any of the three spellings"
-    if value is None: return set()
-    return {int(v) for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None}
 
 # %% ../nbs/04_checkpoint.ipynb #776826f3
 def _rope(
@@ -66,6 +58,45 @@ def _check_supported(
     for name, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
         if raw.get(name) not in (None, allowed): raise ValueError(f"{name}={raw[name]!r} is not supported for {arch}, only {allowed!r}")
     return arch
+
+# %% ../nbs/04_checkpoint.ipynb #03554e7d
+def _as_ids(
+    value # None, one id, or a list of ids, as config files write them
+)->set[int]:
+    "End-of-sequence ids in any of the three spellings"
+    if value is None: return set()
+    return {int(v) for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None}
+
+# %% ../nbs/04_checkpoint.ipynb #be1b3527
+def _token_id(
+    path:Path,      # Model directory
+    content:str,    # The token's text
+    tok_config:dict # tokenizer_config.json
+)->int|None: # Its id, None if unknown
+    "Look a special token up: in tokenizer_config.json if it says, else in tokenizer.json"
+    for i, tok in (tok_config.get("added_tokens_decoder") or {}).items():
+        if tok.get("content") == content: return int(i)
+    if not (path/"tokenizer.json").is_file(): return None
+    data = _read_json(path/"tokenizer.json")
+    for tok in data.get("added_tokens") or []:
+        if tok.get("content") == content: return int(tok["id"])
+    vocab = (data.get("model") or {}).get("vocab")
+    return vocab.get(content) if isinstance(vocab, dict) else None
+
+# %% ../nbs/04_checkpoint.ipynb #1fe168e8
+def eos_token_ids(
+    path:str|Path, # Model directory
+    raw:dict       # Its config.json
+)->tuple[int, ...]: # Sorted
+    "Every end-of-sequence id the directory names: config.json, generation_config.json and the tokenizer together"
+    path, ids = Path(path), _as_ids(raw.get("eos_token_id"))
+    if (path/"generation_config.json").is_file(): ids |= _as_ids(_read_json(path/"generation_config.json").get("eos_token_id"))
+    tok_config = _read_json(path/"tokenizer_config.json") if (path/"tokenizer_config.json").is_file() else {}
+    eos = tok_config.get("eos_token")
+    if eos is None and (path/"special_tokens_map.json").is_file(): eos = _read_json(path/"special_tokens_map.json").get("eos_token")
+    content = eos.get("content") if isinstance(eos, dict) else eos
+    token_id = _token_id(path, content, tok_config) if content else None
+    return tuple(sorted(ids if token_id is None else ids | {token_id}))
 
 # %% ../nbs/04_checkpoint.ipynb #52a3170d
 @dataclass(frozen=True)
@@ -118,44 +149,6 @@ class ModelConfig:
         try: return cls.from_dict(raw, eos_token_ids(path, raw))
         except ValueError as e: raise ValueError(f"{file}: {e}") from None
 
-# %% ../nbs/04_checkpoint.ipynb #be1b3527
-def _token_id(
-    path:Path,      # Model directory
-    content:str,    # The token's text
-    tok_config:dict # tokenizer_config.json
-)->int|None: # Its id, None if unknown
-    "Look a special token up: in tokenizer_config.json if it says, else in tokenizer.json"
-    for i, tok in (tok_config.get("added_tokens_decoder") or {}).items():
-        if tok.get("content") == content: return int(i)
-    if not (path/"tokenizer.json").is_file(): return None
-    data = _read_json(path/"tokenizer.json")
-    for tok in data.get("added_tokens") or []:
-        if tok.get("content") == content: return int(tok["id"])
-    vocab = (data.get("model") or {}).get("vocab")
-    return vocab.get(content) if isinstance(vocab, dict) else None
-
-# %% ../nbs/04_checkpoint.ipynb #1fe168e8
-def eos_token_ids(
-    path:str|Path, # Model directory
-    raw:dict       # Its config.json
-)->tuple[int, ...]: # Sorted
-    "Every end-of-sequence id the directory names: config.json, generation_config.json and the tokenizer together"
-    path, ids = Path(path), _as_ids(raw.get("eos_token_id"))
-    if (path/"generation_config.json").is_file(): ids |= _as_ids(_read_json(path/"generation_config.json").get("eos_token_id"))
-    tok_config = _read_json(path/"tokenizer_config.json") if (path/"tokenizer_config.json").is_file() else {}
-    eos = tok_config.get("eos_token")
-    if eos is None and (path/"special_tokens_map.json").is_file(): eos = _read_json(path/"special_tokens_map.json").get("eos_token")
-    content = eos.get("content") if isinstance(eos, dict) else eos
-    token_id = _token_id(path, content, tok_config) if content else None
-    return tuple(sorted(ids if token_id is None else ids | {token_id}))
-
-# %% ../nbs/04_checkpoint.ipynb #9ab9e929
-def has_tokenizer(
-    path:str|Path # Model directory
-)->bool:
-    "Are there tokenizer files?"
-    return any((Path(path)/n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-
 # %% ../nbs/04_checkpoint.ipynb #889be738
 def torch_dtype(
     name:str|torch.dtype,         # "auto", "float32", "bfloat16", "float16" or "float64"
@@ -171,6 +164,13 @@ def torch_dtype(
     if name not in known: raise ValueError(f"dtype must be auto, {', '.join(known)}; got {name!r}")
     return getattr(torch, name)
 
+# %% ../nbs/04_checkpoint.ipynb #9ab9e929
+def has_tokenizer(
+    path:str|Path # Model directory
+)->bool:
+    "Are there tokenizer files?"
+    return any((Path(path)/n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
 # %% ../nbs/04_checkpoint.ipynb #0c20fa5f
 @dataclass
 class WeightSlot:
@@ -183,7 +183,7 @@ class WeightSlot:
     @property
     def target(self)->torch.Tensor: return self.param.detach()[self.dst]
 
-# %% ../nbs/04_checkpoint.ipynb #79980bbe
+# %% ../nbs/04_checkpoint.ipynb #53384aca
 def materialize(
     module:torch.nn.Module,     # Built under `torch.device("meta")`
     device:torch.device|str,    # Where the memory is taken
@@ -196,11 +196,11 @@ def materialize(
             if p is None: continue
             if id(p) not in made:
                 dt = dtype if p.is_floating_point() else p.dtype
-                data = torch.empty_like(p, device=device, dtype=dt) if p.is_meta else p.detach().to(device, dt)
+                data = torch.empty(p.shape, device=device, dtype=dt) if p.is_meta else p.detach().to(device, dt)
                 made[id(p)] = (torch.nn.Parameter(data, requires_grad=False), p)
             sub._parameters[name] = made[id(p)][0]
         for name, b in sub._buffers.items():
-            if b is not None: sub._buffers[name] = torch.empty_like(b, device=device) if b.is_meta else b.to(device)
+            if b is not None: sub._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.to(device)
 
 # %% ../nbs/04_checkpoint.ipynb #8b8bcfd4
 def checkpoint_files(

@@ -13,7 +13,7 @@ import torch
 
 # %% auto #0
 __all__ = ['pick_device', 'Event', 'Stream', 'CudaEvent', 'CudaStream', 'Timing', 'time_once', 'measure_interleaved', 'measure',
-           'kv_bytes_per_token', 'weight_bytes', 'OpCost', 'linear_cost', 'attention_cost', 'step_costs', 'Ceilings',
+           'weight_bytes', 'kv_bytes_per_token', 'OpCost', 'linear_cost', 'attention_cost', 'step_costs', 'Ceilings',
            'measure_ceilings', 'op_ms', 'roofline_ms', 'bound_by', 'memory_free']
 
 # %% ../nbs/02_device.ipynb #fe15e5fe
@@ -216,15 +216,6 @@ def measure(
     "Time one function"
     return measure_interleaved({"": fn}, repeats, warmup, device)[""]
 
-# %% ../nbs/02_device.ipynb #8e34a0f2
-def kv_bytes_per_token(
-    config,            # A model's shape, read by attribute
-    dtype:torch.dtype, # Of the KV cache
-    tp:int=1           # Ranks that share the heads
-)->int: # Bytes on one rank
-    "Memory that one token's keys and values take, over all layers"
-    return 2 * config.num_layers * max(1, config.num_kv_heads // tp) * config.head_dim * dtype.itemsize
-
 # %% ../nbs/02_device.ipynb #80bdfa69
 def weight_bytes(
     config,           # A model's shape, read by attribute
@@ -237,6 +228,15 @@ def weight_bytes(
     layer += (q + 2*kv) * c.attention_bias + 2 * c.head_dim * c.qk_norm
     tables = c.vocab_size * (1 if c.tie_embeddings else 2)
     return (c.num_layers * layer + c.hidden_size * (tables + 1)) * dtype.itemsize
+
+# %% ../nbs/02_device.ipynb #8e34a0f2
+def kv_bytes_per_token(
+    config,            # A model's shape, read by attribute
+    dtype:torch.dtype, # Of the KV cache
+    tp:int=1           # Ranks that share the heads
+)->int: # Bytes on one rank
+    "Memory that one token's keys and values take, over all layers"
+    return 2 * config.num_layers * max(1, config.num_kv_heads // tp) * config.head_dim * dtype.itemsize
 
 # %% ../nbs/02_device.ipynb #ad3eab4b
 class OpCost(NamedTuple):

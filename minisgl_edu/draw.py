@@ -11,11 +11,11 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 # %% auto #0
-__all__ = ['ACCENT', 'BASELINE', 'SECOND', 'THIRD', 'PREDICTED', 'SIMULATED', 'PALE', 'PAPER', 'REQUEST_COLOURS', 'PARTS',
-           'style', 'predicted', 'measured', 'recorded_points', 'simulated', 'label_lines', 'bars', 'provenance_line',
-           'engine_map', 'request_colour', 'page_table', 'batch_timeline', 'ladder']
+__all__ = ['ACCENT', 'BASELINE', 'SECOND', 'THIRD', 'PREDICTED', 'SIMULATED', 'PALE', 'PAPER', 'WRONG', 'REQUEST_COLOURS',
+           'PARTS', 'style', 'predicted', 'measured', 'recorded_points', 'simulated', 'label_lines', 'provenance_line',
+           'bars', 'engine_map', 'request_colour', 'page_table', 'batch_timeline', 'ladder']
 
-# %% ../nbs/00_draw.ipynb #3313523b
+# %% ../nbs/00_draw.ipynb #b3855ade
 ACCENT    = "#0072B2" # this chapter's idea
 BASELINE  = "#000000" # what it is compared with
 SECOND    = "#D55E00" # a second idea beside it
@@ -24,6 +24,7 @@ PREDICTED = "0.5"     # arithmetic done before measuring
 SIMULATED = "#CC79A7" # from the simulator
 PALE      = "#DCE9F2" # a light tint of the accent
 PAPER     = "#FFFFFF" # background: a white card, in a light and in a dark theme
+WRONG     = "#F8D7D7" # a page that is lost, or in two places
 REQUEST_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999933", "#882255")
 
 # %% ../nbs/00_draw.ipynb #442c0aea
@@ -98,6 +99,19 @@ def label_lines(
         ax.annotate(line.get_label(), (1, line.get_ydata()[-1]), xycoords=("axes fraction", "data"), xytext=(6, at - y), textcoords="offset points",
                     color=line.get_color(), va="center", annotation_clip=False)
 
+# %% ../nbs/00_draw.ipynb #41d37345
+def provenance_line(
+    fig,              # Figure to write below
+    record:dict|None, # A record, or its provenance
+    workload:str=""   # Model, dtype, load and repeats, e.g. "SmolLM2-135M, float32, batch 8, median of 10"
+)->None:
+    "Where the numbers come from, in small print below a figure"
+    p = (record or {}).get("provenance", record or {})
+    threads = f"{p['threads']} threads" if p.get("kind") == "cpu" else None
+    software = f"torch {p['torch']}" if p.get("torch") else None
+    parts = [p.get("device"), threads, workload, software, f"commit {p['commit']}" if p.get("commit") else None, p.get("date")]
+    fig.supxlabel(" · ".join(str(s) for s in parts if s), x=0.01, ha="left", fontsize=7, color="0.4", wrap=True)
+
 # %% ../nbs/00_draw.ipynb #76e65f86
 def bars(
     ax,             # Axes to draw on
@@ -125,19 +139,6 @@ def bars(
     ax.set_xlim(0, 1.12 * max(max(values), *(high if high is not None else [0]), *(p or 0 for p in predicted or [0])))
     ax.set_ylim(len(labels) - 0.45, -0.45 - 0.3 * said)
     ax.grid(axis="y", visible=False)
-
-# %% ../nbs/00_draw.ipynb #41d37345
-def provenance_line(
-    fig,              # Figure to write below
-    record:dict|None, # A record, or its provenance
-    workload:str=""   # Model, dtype, load and repeats, e.g. "SmolLM2-135M, float32, batch 8, median of 10"
-)->None:
-    "Where the numbers come from, in small print below a figure"
-    p = (record or {}).get("provenance", record or {})
-    threads = f"{p['threads']} threads" if p.get("kind") == "cpu" else None
-    software = f"torch {p['torch']}" if p.get("torch") else None
-    parts = [p.get("device"), threads, workload, software, f"commit {p['commit']}" if p.get("commit") else None, p.get("date")]
-    fig.supxlabel(" · ".join(str(s) for s in parts if s), x=0.01, ha="left", fontsize=7, color="0.4", wrap=True)
 
 # %% ../nbs/00_draw.ipynb #340f3a5d
 PARTS = (
@@ -192,10 +193,11 @@ def request_colour(
     "Colour of a request"
     return REQUEST_COLOURS[uid % len(REQUEST_COLOURS)]
 
-# %% ../nbs/00_draw.ipynb #15a3fab6
+# %% ../nbs/00_draw.ipynb #5282e47f
 def _cell(ax, x, y, text, fill, edge="0.35", ink="0.1", hatch=None, w=1.0, h=1.0, size=8):
     "One box of a picture, with its lower left corner at (x, y)"
-    ax.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, lw=0.8, hatch=hatch))
+    if hatch: ax.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor="0.6" if ink == "0.1" else "white", lw=0, hatch=hatch))
+    ax.add_patch(Rectangle((x, y), w, h, facecolor="none" if hatch else fill, edgecolor=edge, lw=0.8))
     if text != "": ax.text(x + w / 2, y + h / 2, str(text), ha="center", va="center", color=ink, fontsize=size)
 
 def _canvas(width, height, unit=0.3):
@@ -205,34 +207,35 @@ def _canvas(width, height, unit=0.3):
     ax.axis("off")
     return fig, ax
 
-# %% ../nbs/00_draw.ipynb #edf25fe8
-def _slot_fill(req, position):
-    "Colour of a slot: full when its KV is stored, half when this step writes it, empty when nothing is there"
-    from matplotlib.colors import to_rgba
-    if position < req.cached_len: return to_rgba(request_colour(req.uid), 0.75)
-    return to_rgba(request_colour(req.uid), 0.3) if position < req.device_len else PAPER
+# %% ../nbs/00_draw.ipynb #69a067d1
+def _draw_page(ax, x, y, width, page_size, colour, stored, known):
+    "One page of a row: `stored` slots full, up to `known` pale, the rest empty"
+    slot = width / page_size
+    ax.add_patch(Rectangle((x, y), stored * slot, 1, facecolor=colour, alpha=0.75, lw=0))
+    ax.add_patch(Rectangle((x + stored * slot, y), (known - stored) * slot, 1, facecolor=colour, alpha=0.3, lw=0))
+    if slot > 0.2: ax.vlines([x + s * slot for s in range(1, page_size)], y, y + 1, color="0.75", lw=0.7)
+    _cell(ax, x, y, "", "none", edge="0.2", w=width)
 
 def _draw_rows(ax, reqs, page_size, x0, page_width):
     "The page table: a row per request, a framed group of slots per page with the page's number above"
-    slot = page_width / page_size
     for r, req in enumerate(reqs):
-        y = 1.6 * r + 0.7
-        ax.text(x0 - 0.3, y + 0.5, f"request {req.uid}", ha="right", va="center", color=request_colour(req.uid), fontweight="bold", fontsize=9)
+        y, colour = 1.6 * r + 0.7, request_colour(req.uid)
+        ax.text(x0 - 0.3, y + 0.5, f"request {req.uid}", ha="right", va="center", color=colour, fontweight="bold", fontsize=9)
         for i, page in enumerate(req.pages):
             x = x0 + i * (page_width + 0.4)
             name = f"page {page}" if page_width >= 2 else page if page_width >= 0.7 else ""
-            ax.text(x + page_width / 2, y - 0.25, name, ha="center", va="center", fontsize=7, color="0.3")
-            for s in range(page_size): _cell(ax, x + s * slot, y, "", _slot_fill(req, i * page_size + s), edge="0.75" if slot > 0.2 else "none", w=slot)
-            _cell(ax, x, y, "", "none", edge="0.2", w=page_width)
+            if name != "": ax.text(x + page_width / 2, y - 0.25, name, ha="center", va="center", fontsize=7, color="0.3")
+            stored, known = (min(max(n - i * page_size, 0), page_size) for n in (req.cached_len, req.device_len))
+            _draw_page(ax, x, y, page_width, page_size, colour, stored, known)
 
-# %% ../nbs/00_draw.ipynb #2598e251
+# %% ../nbs/00_draw.ipynb #550350a4
 def _page_state(page, owners, free, cached):
     "How one page of the pool is drawn: (fill, hatch, ink, edge); red where a page is lost or in two places"
     held = owners.get(page, ())
     places = (page in free) + (page in cached) + (bool(held) and page not in cached)
     wrong = places != 1 or (len(held) > 1 and page not in cached)
     edge, ink = ("#C00000", "#C00000") if wrong else ("0.35", "0.1")
-    if wrong: return "#F8D7D7", None, ink, edge
+    if wrong: return WRONG, None, ink, edge
     if page in free: return PAPER, None, "0.55", edge
     if held: return request_colour(held[0]), "//" if page in cached else None, "white", edge
     return "0.85", "//", ink, edge
@@ -277,7 +280,7 @@ def _entries(step):
         return [(r.uid, of(n), n) for r, n in zip(step.reqs, lens)]
     return [(d["uid"], d["phase"], d["tokens"]) for d in ([step] if isinstance(step, dict) else step)]
 
-# %% ../nbs/00_draw.ipynb #0f14da68
+# %% ../nbs/00_draw.ipynb #636c1381
 def batch_timeline(
     steps:Sequence,  # One entry per step: a `Batch`, or dictionaries with `uid`, `phase`, `tokens`
     title:str|None=None # What the picture shows
@@ -287,13 +290,14 @@ def batch_timeline(
     steps = [_entries(s) for s in steps]
     uids = sorted({uid for step in steps for uid, _, _ in step})
     x0, top = 3.5, 0.2 if title is None else 1.4
-    fig, ax = _canvas(x0 + len(steps) + 0.5, top + len(uids) + 1.2, unit=min(0.3, 10 / (x0 + len(steps))))
+    width = max(x0 + len(steps) + 0.5, 0.28 * len(title or ""))
+    fig, ax = _canvas(width, top + len(uids) + 1.2, unit=min(0.3, 10 / width))
     for r, uid in enumerate(uids):
         ax.text(x0 - 0.3, top + r + 0.5, f"request {uid}", ha="right", va="center", color=request_colour(uid), fontweight="bold", fontsize=9)
     for i, step in enumerate(steps):
         for uid, phase, tokens in step:
             prefill = phase == "prefill"
-            _cell(ax, x0 + i, top + uids.index(uid), tokens, to_rgba(request_colour(uid), 0.85 if prefill else 0.3), ink="white" if prefill else "0.1", size=7.5)
+            _cell(ax, x0 + i, top + uids.index(uid), tokens, to_rgba(request_colour(uid), 0.85 if prefill else 0.3), ink="white" if prefill else "0.1", size=7.5 if tokens < 1000 else 5.5)
     every = max(1, len(steps) // 12)
     for i in range(0, len(steps), every): ax.text(x0 + i + 0.5, top + len(uids) + 0.45, i, ha="center", va="center", fontsize=7.5, color="0.4")
     ax.text(x0 - 0.3, top + len(uids) + 0.45, "step", ha="right", va="center", fontsize=7.5, color="0.4")

@@ -10,7 +10,7 @@ from typing import Iterable, Sequence
 import numpy as np, torch
 
 # %% auto #0
-__all__ = ['pages_needed', 'slots_of', 'KVPool', 'create_page_table', 'page_bytes', 'pages_that_fit', 'PageAllocator',
+__all__ = ['pages_needed', 'slots_of', 'create_page_table', 'KVPool', 'page_bytes', 'pages_that_fit', 'PageAllocator',
            'NaivePrefixCache']
 
 # %% ../nbs/07_kvcache.ipynb #c18e4da5
@@ -35,6 +35,15 @@ def slots_of(
     "Where in the pool the tokens at positions `start..end-1` lie"
     page, offset = np.divmod(np.arange(start, end, dtype=np.int64), page_size)
     return np.asarray(pages, dtype=np.int64)[page] * page_size + offset
+
+# %% ../nbs/07_kvcache.ipynb #319f65e3
+def create_page_table(
+    num_rows:int, # Requests that may run at once, and the dummy row
+    max_len:int,  # Longest request (tokens)
+    device        # Where the table is
+)->torch.Tensor: # [num_rows, max_len rounded up to 32] int32, all zero
+    "Request x position -> slot; a row starts on a 128-byte boundary"
+    return torch.zeros(num_rows, -(-max_len // 32) * 32, dtype=torch.int32, device=device)
 
 # %% ../nbs/07_kvcache.ipynb #17fc6151
 class KVPool:
@@ -67,15 +76,6 @@ class KVPool:
         "Write the keys and values of this step's tokens"
         self.k[layer_id].index_copy_(0, out_loc, k)
         self.v[layer_id].index_copy_(0, out_loc, v)
-
-# %% ../nbs/07_kvcache.ipynb #319f65e3
-def create_page_table(
-    num_rows:int, # Requests that may run at once, and the dummy row
-    max_len:int,  # Longest request (tokens)
-    device        # Where the table is
-)->torch.Tensor: # [num_rows, max_len rounded up to 32] int32, all zero
-    "Request x position -> slot; a row starts on a 128-byte boundary"
-    return torch.zeros(num_rows, -(-max_len // 32) * 32, dtype=torch.int32, device=device)
 
 # %% ../nbs/07_kvcache.ipynb #fd5779ee
 def page_bytes(

@@ -186,16 +186,22 @@ class Workers:
         for w in self.all: w.control.close()
         for c in (*self.to_tokenizers, self.to_scheduler, self.to_detokenizer, self.to_frontend): c.close()
 
-# %% ../nbs/24_launch.ipynb #de9286d7
+# %% ../nbs/24_launch.ipynb #05b05424
 class _Http:
     "uvicorn in a thread, on a socket that listens already"
     def __init__(self,
         app,                 # The ASGI app
-        sock:socket.socket
+        sock:socket.socket,
+        on_end               # Called without arguments when the thread ends
     ):
         import uvicorn
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=None))
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [sock]}, name="minisgl-http", daemon=True)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        self.sock, self.on_end, self.ended = sock, on_end, False
+        self.thread = threading.Thread(target=self._run, name="minisgl-http", daemon=True)
+
+    def _run(self):
+        try: self.server.run(sockets=[self.sock])
+        finally: self.ended = True; self.on_end()
 
     def start(self):
         "Returns when requests are served"
@@ -215,7 +221,7 @@ class _Http:
         if self.thread.is_alive(): frontend.fail(reason); self.thread.join(0.7)
         if self.thread.is_alive(): self.server.force_exit = True; self.thread.join(0.3)
 
-# %% ../nbs/24_launch.ipynb #a56d0d93
+# %% ../nbs/24_launch.ipynb #2987aea3
 class ServerHandle:
     "A running server; `stop()` it, or use it in a `with` statement"
     def __init__(self,
@@ -248,7 +254,7 @@ class ServerHandle:
         self.engine_info = next(w.ready.info for w in self.workers.all if w.name == "scheduler")
         self.frontend = FrontendManager(self.workers.to_tokenizers, self.workers.to_frontend)
         info = ServerInfo(self.model_name, self.engine_info["max_seq_len"], int(time.time()))
-        self._http = _Http(create_app(self.frontend, info), self._sock)
+        self._http = _Http(create_app(self.frontend, info), self._sock, self._rouse)
         self._http.start()
         self.times["serving"] = time.monotonic()
         atexit.register(self.stop)
@@ -264,7 +270,7 @@ class ServerHandle:
 
     def _supervise(self):
         "Ends when the server does"
-        self.failure = self.workers.watch(self._wake)
+        self.failure = self.workers.watch(self._wake) or ("the HTTP server died" if self._http.ended else None)
         if self.failure:
             _log.error("%s", self.failure)
             self.frontend.fail(self.failure)
@@ -280,9 +286,12 @@ class ServerHandle:
 
     def stop(self):
         "Let running requests end for `drain_seconds`, then end everything; a second call only waits"
-        try: self._waker.send(None)
-        except OSError: pass
+        self._rouse()
         self.done.wait()
+
+    def _rouse(self):
+        try: self._waker.send(None)
+        except OSError: pass  # it has ended
 
     def __enter__(self)->ServerHandle: return self
     def __exit__(self, *exc): self.stop()

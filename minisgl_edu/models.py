@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
         return {**self.input_norm.slots(f"{prefix}.input_layernorm"), **self.attention.slots(f"{prefix}.self_attn"),
                 **self.post_norm.slots(f"{prefix}.post_attention_layernorm"), **self.mlp.slots(f"{prefix}.mlp")}
 
-# %% ../nbs/06_models.ipynb #fbbcc23f
+# %% ../nbs/06_models.ipynb #103ccf02
 class DecoderModel(nn.Module):
     "Embedding, decoder layers, norm and head: from one step's tokens to the scores of each request's next token"
     def __init__(self,
@@ -89,8 +89,8 @@ class DecoderModel(nn.Module):
     ):
         super().__init__()
         self.config, self.attention = config, attention
-        self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, tp, ops)
         self.layers = nn.ModuleList(DecoderLayer(config, i, tp, ops) for i in range(config.num_layers))
+        self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, tp, ops)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.head = LMHead(self.embedding, config.tie_embeddings)
         self.ignored_weights = ("*rotary_emb.inv_freq",) + ("lm_head.weight",) * config.tie_embeddings

@@ -86,7 +86,7 @@ def make_prefix_cache(
     if cache in ("auto", "naive"): return NaivePrefixCache()
     raise ValueError(f"cache={cache!r}: this chapter knows 'naive', or a class called as cache(num_pages, page_size)")
 
-# %% ../nbs/14_resources.ipynb #ad65d94c
+# %% ../nbs/14_resources.ipynb #25c6b693
 class CacheManager:
     "Every page is in one place: free, in the prefix cache, or owned by one request"
     def __init__(self,
@@ -138,7 +138,7 @@ class CacheManager:
     ):
         "Offer what it computed to the cache, free the rest, unlock its prefix"
         # The last sampled token never counts: its KV is stored only if a step ran in vain.
-        num_tokens = min(req.cached_len, len(req.input_ids) - 1)
+        num_tokens = min(req.cached_len, max(req.prompt_len, len(req.input_ids) - 1))
         # A failed step leaves KV unwritten: nothing of it may be kept.
         whole = 0 if req.finish_reason == "error" else num_tokens // self.page_size
         back = self.owned(req)

@@ -21,6 +21,15 @@ __all__ = ['TokenizerLoop', 'DetokenizerLoop', 'SchedulerLoop', 'WorkerArgs', 't
 # %% ../nbs/22_workers.ipynb #b77bf73d
 _log = logging.getLogger(__name__)
 
+# %% ../nbs/22_workers.ipynb #f2da2b7d
+def _refusal(
+    uid:int,        # Whose request
+    error:Exception # What went wrong; anything but a `RequestError` is ours and is logged
+)->ReplyMsg:
+    "The terminal reply of a request that one worker could not serve"
+    if not isinstance(error, RequestError): _log.error("request %d failed: %r", uid, error)
+    return ReplyMsg(uid, finish_reason="error", error=ErrorInfo.of(error))
+
 # %% ../nbs/22_workers.ipynb #f225a084
 class TokenizerLoop:
     "Prompts in, token ids out; a prompt it refuses goes back to the frontend"
@@ -38,15 +47,6 @@ class TokenizerLoop:
             try: forward.append(SubmitMsg(m.uid, self.encode(m.prompt), m.params))
             except Exception as e: refused.append(_refusal(m.uid, e))
         return forward, refused
-
-# %% ../nbs/22_workers.ipynb #f2da2b7d
-def _refusal(
-    uid:int,        # Whose request
-    error:Exception # What went wrong; anything but a `RequestError` is ours and is logged
-)->ReplyMsg:
-    "The terminal reply of a request that one worker could not serve"
-    if not isinstance(error, RequestError): _log.error("request %d failed: %r", uid, error)
-    return ReplyMsg(uid, finish_reason="error", error=ErrorInfo.of(error))
 
 # %% ../nbs/22_workers.ipynb #6d91a0a7
 class _Stream:

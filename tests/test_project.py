@@ -287,3 +287,24 @@ def test_measuring_cells_stand_alone(path):
         loads = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         assert not (bad := (loads - stores - defined) & set(skipped)), f"{bad} is defined in a cell that nbval skips:\n{source}"
         defined |= stores
+
+
+def test_nbval_copy_marks_what_nbdev_skips():
+    "Counts are restored, flagged cells are skipped, prose and other cells stay as they are"
+    from check_outputs import prepare, test_flags
+    assert {"gpu", "slow"} <= test_flags()
+    def cell(source, outputs=()): return dict(cell_type="code", source=source, execution_count=None, outputs=list(outputs))
+    nb = dict(cells=[cell("#| eval: false\n1/0"), dict(cell_type="markdown", source="#| slow"), cell("#| slow\n1"), cell("#| export\nx = 1 # slow"),
+                     cell("x", [dict(output_type="execute_result", execution_count=None)])])
+    out = prepare(nb, {"gpu", "slow"})["cells"]
+    assert [c["source"].startswith("# NBVAL_SKIP\n") for c in out] == [True, False, True, False, False]
+    assert [c["execution_count"] for c in out if c["cell_type"] == "code"] == [1, 2, 3, 4] and out[4]["outputs"][0]["execution_count"] == 4
+
+
+def test_measurements_say_where_they_come_from():
+    "Every committed measurement carries its provenance"
+    for path in (NBS / "measurements").glob("*/*.json"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for record in data if path.stem == "ladder" else [data]:
+            assert record["provenance"]["device"] and record["provenance"]["date"], path
+            assert path.stem == "ladder" or record["rows"], path

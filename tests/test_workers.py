@@ -227,7 +227,7 @@ def start_tokenizer(model_dir):
     args = WorkerArgs("tokenizer-0", str(model_dir), inbox, to_scheduler, Channel(), to_frontend, theirs)
     process = SPAWN.Process(target=tokenizer_worker, args=(args,), daemon=True)
     process.start(); theirs.close()
-    return SimpleNamespace(process=process, control=ours, inbox=inbox, to_scheduler=to_scheduler, to_frontend=to_frontend)
+    return SimpleNamespace(process=process, control=ours, inbox=inbox, to_scheduler=to_scheduler, to_frontend=to_frontend, args=args)
 
 
 def test_a_worker_says_ready_works_and_ends_when_told(model_dir, tokenizer):
@@ -254,7 +254,7 @@ def test_a_worker_that_cannot_start_says_why(tiny_model_dir):
 
 ORPHANS = """
 import os, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {paths!r}
 from test_workers import start_tokenizer
 if __name__ == "__main__":
     w = start_tokenizer({model!r})
@@ -266,7 +266,7 @@ if __name__ == "__main__":
 
 def test_a_worker_ends_when_its_launcher_is_killed(model_dir, tmp_path):
     script = tmp_path/"launcher.py"
-    script.write_text(ORPHANS.format(tests=os.path.dirname(__file__), model=str(model_dir)))
+    script.write_text(ORPHANS.format(paths=sys.path, model=str(model_dir)))
     launcher = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = int(launcher.stdout.readline())
     launcher.kill(); launcher.wait()

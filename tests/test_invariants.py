@@ -1,0 +1,225 @@
+"""DESIGN.md's invariants under random schedules, on a tiny float64 model: lengths, pages, locks, order, liveness, exactly one end.
+
+A machine adds requests, steps, aborts and stops at random, with any page size, pool, budget, policy, cache and attention backend.
+After every step each page and row is in one place; at the end every request has ended once, nothing is held, and its tokens are
+those of the same request alone and of the naive loop without a KV cache."""
+import functools
+
+import numpy as np, pytest, torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from minisgl_edu.core import SamplingParams
+from minisgl_edu.checkpoint import ModelConfig, load_weights
+from minisgl_edu.distributed import single
+from minisgl_edu.engine import Engine, EngineConfig
+from minisgl_edu.layers import TorchOps
+from minisgl_edu.models import DenseAttention, create_model, generate_naive
+from minisgl_edu.scheduler import Scheduler
+from plugins import DecodeFirst, Lazy, LoopAttention, PageChainCache
+
+EOS, LONGEST = tuple(range(0, 128, 11)), 12   # end tokens so common that many answers stop early; output tokens at most
+COUNTS = {"steps": 0, "events": 0}
+
+
+def prompt_of(length, seed):
+    "Prompts of one seed share their beginnings, so that a prefix cache finds something"
+    return np.random.default_rng(seed).integers(3, 128, length).tolist()
+
+
+class World:
+    "Engines by configuration, and the two oracles: the naive loop, and the request alone"
+    def __init__(self, model_dir):
+        self.model_dir, self.engines = str(model_dir), {}
+        self.alone = functools.lru_cache(None)(self.alone)
+        self.naive = functools.lru_cache(None)(self.naive)
+        self.model = create_model(ModelConfig.from_dir(model_dir), TorchOps(), DenseAttention(), single())
+        load_weights(self.model, model_dir, torch.device("cpu"), torch.float64)
+
+    def engine(self, page_size, num_pages, rows, backend="torch"):
+        key = page_size, num_pages, rows, backend
+        if key not in self.engines:
+            self.engines[key] = Engine(EngineConfig(model=self.model_dir, dtype="float64", device="cpu", page_size=page_size,
+                num_pages=num_pages, max_running_requests=rows, attention_backend=backend))
+            self.engines[key].eos_token_ids = EOS
+        return self.engines[key]
+
+    def scheduler(self, page_size, num_pages, rows, budget=2048, policy="prefill-first", cache="naive", backend="torch"):
+        engine = self.engine(page_size, num_pages, rows, backend)
+        engine.config.max_prefill_length, engine.config.policy, engine.config.cache = budget, policy, cache
+        engine.stream.submit(lambda: engine.pool.kv[:, :num_pages * page_size].fill_(torch.nan)).synchronize()  # reading an unwritten slot shows
+        return Scheduler(engine)
+
+    def naive(self, prompt):
+        with torch.inference_mode(): return generate_naive(self.model, prompt, LONGEST)
+
+    def alone(self, prompt, params):
+        s = self.scheduler(16, 32, 1)
+        s.add(0, prompt, params)
+        events = [e for _ in range(LONGEST) if s.has_work for e in s.step()]
+        return [e.token_id for e in events], events[-1].finish_reason
+
+    def expected(self, prompt, params):
+        "Tokens and finish reason: by the naive loop if it can say, else alone"
+        if not params.is_greedy: return self.alone(prompt, params)
+        tokens = self.naive(prompt)[:params.max_tokens]
+        end = next((i for i, t in enumerate(tokens) if t in EOS), None) if not params.ignore_eos else None
+        want = (tokens, "length") if end is None else (tokens[:end + 1], "stop")
+        assert self.alone(prompt, params) == want
+        return want
+
+    def close(self):
+        for e in self.engines.values(): e.close()
+
+
+@pytest.fixture(scope="module")
+def world(tiny_model_dir):
+    w = World(tiny_model_dir)
+    yield w
+    w.close()
+
+
+class Book:
+    "Keeps what a client would see, and complains at once when it should not see it"
+    def __init__(self, world, scheduler):
+        self.world, self.s = world, scheduler
+        self.asked, self.tokens, self.reason, self.aborted, self.stopped = {}, {}, {}, set(), set()
+
+    def add(self, prompt, params):
+        uid = len(self.asked)
+        self.asked[uid], self.tokens[uid] = (tuple(prompt), params), []
+        self.s.add(uid, prompt, params)
+
+    def drop(self, uid, silent):
+        if uid in self.reason or uid in self.stopped: pass     # it ended already: nothing happens
+        elif silent and uid not in self.aborted: self.stopped.add(uid)
+        elif not silent: self.aborted.add(uid)
+        (self.s.stop if silent else self.s.abort)(uid)
+
+    def step(self):
+        COUNTS["steps"] += 1
+        for e in self.s.step():
+            COUNTS["events"] += 1
+            assert e.uid not in self.reason and e.uid not in self.stopped, f"news after the end: {e}"
+            assert e.cached_tokens < e.prompt_tokens == len(self.asked[e.uid][0])
+            if e.token_id is not None:
+                assert e.uid not in self.aborted, f"a token after the abort: {e}"
+                self.tokens[e.uid].append(e.token_id)
+            if e.finish_reason: self.reason[e.uid] = e.finish_reason
+        self.check()
+
+    def check(self):
+        "After every step: pages, rows, lengths, the rows on the device"
+        s = self.s
+        s.check_integrity()
+        stats, reqs = s.stats(), s.holders()
+        assert stats["pages_free"] + stats["pages_cached"] + sum(len(s.cache.owned(r)) for r in reqs) == stats["pages_total"]
+        assert len({r.table_idx for r in reqs}) == len(reqs) == s.engine.dummy_row - stats["rows_free"]
+        for r in reqs:
+            assert 0 <= r.cached_len < r.device_len <= r.max_device_len
+            assert r.cached_len == len(r.input_ids) - 1 and len(r.pages) == -(-r.cached_len // s.engine.page_size)  # between two plain steps
+
+    def finish(self):
+        "Run dry, and compare"
+        for _ in range(sum(p.max_tokens for _, p in self.asked.values()) + len(self.asked) + 1):
+            if not self.s.has_work: break
+            self.step()
+        s, stats = self.s, self.s.stats()
+        assert not s.has_work, f"does not end: {stats}"
+        assert stats["pages_used"] == 0 and stats["rows_free"] == s.engine.dummy_row and s.cache.prefix_cache.protected_pages == 0
+        assert set(self.reason) | self.stopped == set(self.asked) and not set(self.reason) & self.stopped
+        for uid, (prompt, params) in self.asked.items():
+            tokens, reason = self.world.expected(prompt, params)
+            if uid in self.reason and self.reason[uid] != "abort": assert (self.tokens[uid], self.reason[uid]) == (tokens, reason), uid
+            else: assert self.tokens[uid] == tokens[:len(self.tokens[uid])] and uid in self.aborted | self.stopped
+
+
+PARAMS = st.builds(lambda n, ignore, kind: SamplingParams(max_tokens=n, ignore_eos=ignore, **kind), st.integers(1, LONGEST), st.booleans(),
+    st.sampled_from([dict(temperature=0.0)] * 4 + [dict(temperature=1.0, seed=3), dict(temperature=0.7, top_k=5, top_p=0.9, seed=4)]))
+PROMPTS = st.builds(prompt_of, st.integers(1, 30), st.integers(0, 2))
+
+
+class Machine(RuleBasedStateMachine):
+    "One scheduler from its first request to its last"
+    world = None
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4, 16]), tokens=st.sampled_from([48, 96, 192]), rows=st.sampled_from([1, 2, 3, 8]),
+                budget=st.sampled_from([1, 7, 32, 2048]), policy=st.sampled_from(["prefill-first", DecodeFirst(), Lazy()]),
+                cache=st.sampled_from(["naive", PageChainCache]), backend=st.sampled_from(["torch", "torch", LoopAttention]))
+    def start(self, page_size, tokens, rows, **kw):
+        self.book = Book(self.world, self.world.scheduler(page_size, tokens // page_size, rows, **kw))
+
+    @rule(prompt=PROMPTS, params=PARAMS)
+    def arrive(self, prompt, params): self.book.add(prompt, params)
+
+    @rule(prompts=st.lists(PROMPTS, min_size=2, max_size=6), params=PARAMS)
+    def arrive_together(self, prompts, params):
+        for p in prompts: self.book.add(p, params)
+
+    @rule(n=st.integers(1, 6))
+    def step(self, n):
+        for _ in range(n): self.book.step()
+
+    @precondition(lambda self: self.book.asked)
+    @rule(data=st.data(), silent=st.booleans())
+    def drop(self, data, silent):
+        "Whoever it is: waiting, running, or ended long ago"
+        self.book.drop(data.draw(st.sampled_from(sorted(self.book.asked)), label="uid"), silent)
+
+    @invariant()
+    def nothing_is_lost(self):
+        if hasattr(self, "book"): self.book.check()
+
+    def teardown(self):
+        if hasattr(self, "book"): self.book.finish()
+
+
+def test_random_schedules(world):
+    Machine.world = world
+    before = COUNTS["steps"]
+    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None))
+    assert COUNTS["steps"] - before > 1000, "too few steps to mean anything"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cache", ["naive", PageChainCache])
+def test_a_pool_of_two_requests_serves_fifty(world, page_size, cache):
+    book = Book(world, world.scheduler(page_size, 64 // page_size, 8, cache=cache))
+    rng = np.random.default_rng(5)
+    for i in range(50):
+        book.add(prompt_of(int(rng.integers(16, 21)), i % 3), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    most = 0
+    while book.s.has_work:
+        book.step()
+        most = max(most, len(book.s.holders()))
+    book.finish()
+    assert book.s.stats()["ended_length"] == 50 and (most == 2 if cache == "naive" else most >= 2)
+
+
+@pytest.mark.parametrize("what", [dict(policy=DecodeFirst()), dict(policy=Lazy()), dict(cache=PageChainCache), dict(backend=LoopAttention),
+                                  dict(policy=DecodeFirst(), cache=PageChainCache, backend=LoopAttention)], ids=lambda d: "+".join(d))
+def test_a_readers_own_parts(world, what):
+    "Plugged in by the protocols of `core`, and the answers stay the same"
+    book = Book(world, world.scheduler(4, 24, 4, **what))
+    for i in range(16):
+        book.add(prompt_of(5 + 3 * i % 20, i % 3), SamplingParams(temperature=0.0, max_tokens=1 + i % 12))
+        if i % 3: book.step()
+    book.finish()
+    if "cache" in what: assert book.s.stats()["pages_cached"] > 0
+
+
+def test_parts_are_given_to_the_engine_config(world):
+    policy = DecodeFirst()
+    engine = Engine(EngineConfig(model=world.model_dir, dtype="float64", device="cpu", num_pages=16, policy=policy, cache=PageChainCache, attention_backend=LoopAttention))
+    s = Scheduler(engine)
+    assert s.policy is policy and isinstance(s.cache.prefix_cache, PageChainCache) and isinstance(engine.backend, LoopAttention)
+    engine.close()
+
+
+def test_page_size_and_batch_change_no_token(world):
+    "The same requests, alone and together, in pages of every size and any budget"
+    work = [(prompt_of(1 + 7 * i % 29, i % 3), SamplingParams(temperature=0.0, max_tokens=LONGEST, ignore_eos=i % 2 > 0)) for i in range(12)]
+    for page_size, tokens, rows, budget in [(1, 64, 8, 16), (3, 96, 2, 2048), (16, 256, 12, 1), (64, 256, 3, 40)]:
+        book = Book(world, world.scheduler(page_size, tokens // page_size, rows, budget=budget))
+        for prompt, params in work: book.add(prompt, params)
+        book.finish()

@@ -1,0 +1,178 @@
+"Layers against plain formulas and against transformers; sharded layers against whole ones"
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from types import SimpleNamespace
+
+from minisgl_edu.checkpoint import materialize
+from minisgl_edu.core import Ops
+from minisgl_edu.distributed import TPGroup, single
+from minisgl_edu.layers import (ColumnLinear, LMHead, RMSNorm, RowLinear, TorchOps, VocabEmbedding, default_inv_freq, rope_inv_freq,
+    rope_rows, rope_table)
+
+OPS = TorchOps()
+LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def rope_config(head_dim=64, theta=10000.0, scaling=None):
+    return SimpleNamespace(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+
+
+def rand(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def test_torch_ops_speak_the_protocol():
+    assert isinstance(OPS, Ops)
+
+
+@pytest.mark.parametrize("dtype,tol", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_norms_follow_the_formula_and_leave_their_inputs_alone(dtype, tol, num_tokens):
+    x, residual, weight = rand(num_tokens, 48, dtype=dtype), rand(num_tokens, 48, seed=1, dtype=dtype), rand(48, seed=2, dtype=dtype)
+    before = x.clone(), residual.clone()
+    want = lambda t: (t.double() / (t.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5).double(), want(x), rtol=tol, atol=tol)
+    normed, summed = OPS.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, x + residual)
+    torch.testing.assert_close(normed.double(), want(summed), rtol=tol, atol=tol)
+    assert normed.dtype == summed.dtype == dtype and torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+def test_norm_uses_eps_and_weight():
+    tiny = torch.full((1, 4), 1e-4)
+    assert OPS.rms_norm(tiny, torch.ones(4), 1e-5)[0, 0] == pytest.approx(1e-4 / math.sqrt(1e-8 + 1e-5), rel=1e-5)
+    assert torch.equal(OPS.rms_norm(tiny, 2 * torch.ones(4), 1e-5), 2 * OPS.rms_norm(tiny, torch.ones(4), 1e-5))
+
+
+@pytest.mark.parametrize("dtype,tol", [(torch.float32, 1e-6), (torch.float64, 1e-6), (torch.bfloat16, 3e-2)])
+def test_rope_equals_transformers(dtype, tol):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    q, k, positions = rand(9, 6, 16, dtype=dtype), rand(9, 2, 16, seed=1, dtype=dtype), torch.tensor([0, 1, 2, 7, 100, 3, 50, 99, 0])
+    rows = rope_rows(rope_table(rope_config(16), 128), positions, dtype)
+    got = OPS.rope(q, k, rows)
+    hf = LlamaRotaryEmbedding(LlamaConfig(hidden_size=96, num_attention_heads=6, max_position_embeddings=128))
+    cos, sin = hf(q, positions[None])
+    want = [t[0] for t in apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)]
+    for g, w in zip(got, want):
+        assert g.dtype == dtype and g.shape == w.shape
+        torch.testing.assert_close(g, w, rtol=tol, atol=tol)
+
+
+def test_rope_takes_strided_slices_and_keeps_lengths_and_relative_angles():
+    qkv = rand(5, 8, 16, dtype=torch.float64)
+    table = rope_table(rope_config(16), 64)
+    rows = rope_rows(table, torch.arange(5), torch.float64)
+    q, k = OPS.rope(qkv[:, :4], qkv[:, 4:6], rows)
+    same_q, _ = OPS.rope(qkv[:, :4].contiguous(), qkv[:, 4:6].contiguous(), rows)
+    assert torch.equal(q, same_q)
+    torch.testing.assert_close(q.norm(dim=-1), qkv[:, :4].norm(dim=-1), rtol=1e-6, atol=0)
+    assert torch.equal(q[0], qkv[0, :4])  # position 0 is not turned
+    a, b = rand(1, 1, 16, dtype=torch.float64), rand(1, 1, 16, seed=1, dtype=torch.float64)
+    def score(i, j):
+        turn = lambda x, p: OPS.rope(x, x, rope_rows(table, torch.tensor([p]), torch.float64))[0]
+        return (turn(a, i) * turn(b, j)).sum().item()
+    assert score(7, 3) == pytest.approx(score(40, 36), abs=1e-5) and abs(score(7, 3) - score(7, 4)) > 1e-3
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_llama3_frequencies(key):  # F36
+    scaling = {**LLAMA3, key: "llama3"}
+    if key == "type": del scaling["rope_type"]
+    got, plain = rope_inv_freq(rope_config(64, 500000.0, scaling)), default_inv_freq(64, 500000.0)
+    assert len(got) == 32
+    assert torch.equal(got[:15], plain[:15])
+    assert ((got[15:18] < plain[15:18]) & (got[15:18] > plain[15:18] / 32)).all()
+    torch.testing.assert_close(got[18:], plain[18:] / 32, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("factor,low,high,original,theta,head_dim", [(32.0, 1.0, 4.0, 8192, 5e5, 64), (8.0, 1.0, 4.0, 8192, 5e5, 128), (4.0, 2.0, 8.0, 64, 1e4, 16)])
+def test_llama3_frequencies_equal_transformers(factor, low, high, original, theta, head_dim):  # F36
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    scaling = dict(rope_type="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position_embeddings=original)
+    hf = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, rope_parameters={**scaling, "rope_theta": theta})
+    want, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, "cpu")
+    torch.testing.assert_close(rope_inv_freq(rope_config(head_dim, theta, scaling)), want, rtol=1e-6, atol=1e-9)
+
+
+def test_unknown_rope_scaling_is_refused():  # F36
+    for scaling in (dict(rope_type="yarn", factor=4.0), dict(type="dynamic", factor=2.0)):
+        with pytest.raises(ValueError, match="yarn|dynamic"): rope_inv_freq(rope_config(scaling=scaling))
+
+
+def test_silu_mul():
+    x = rand(3, 20)
+    torch.testing.assert_close(OPS.silu_mul(x), F.silu(x[:, :10]) * x[:, 10:])
+
+
+class Seat(TPGroup):
+    "One of several ranks whose collectives hand back this rank's part, for the test to combine"
+    def all_reduce(self, t): return t
+    def all_gather(self, t, dim=-1): return t
+
+
+def fill(module, prefix, tensors):
+    "Do by hand what loading does: each slot takes its part"
+    materialize(module, "cpu", torch.float64)
+    slots = module.slots(prefix)
+    for name, slot in slots.items():
+        assert tuple(tensors[name].shape) == slot.shape
+        slot.param.data[slot.dst] = tensors[name][slot.src or ...]
+    return set(slots)
+
+
+def shards(make, prefix, tensors, size):
+    modules = []
+    for rank in range(size):
+        with torch.device("meta"): module = make(Seat(rank, size) if size > 1 else single())
+        fill(module, prefix, tensors)
+        modules.append(module)
+    return modules
+
+
+def test_fused_columns_equal_separate_linears_whole_and_sharded():
+    outs, x = dict(q_proj=12, k_proj=4, v_proj=4), rand(3, 10, dtype=torch.float64)
+    w = {f"p.{n}.{kind}": rand(*((o, 10) if kind == "weight" else (o,)), seed=i, dtype=torch.float64)
+         for i, (n, o) in enumerate(outs.items()) for kind in ("weight", "bias")}
+    want = {n: F.linear(x, w[f"p.{n}.weight"], w[f"p.{n}.bias"]) for n in outs}
+    for size in (1, 2, 4):
+        parts = [m(x).split(m.sizes, -1) for m in shards(lambda tp: ColumnLinear(10, outs, True, tp, OPS), "p", w, size)]
+        for i, name in enumerate(outs): torch.testing.assert_close(torch.cat([p[i] for p in parts], -1), want[name])
+
+
+def test_row_linear_embedding_and_head_add_or_line_up_over_ranks():
+    ids, x = torch.tensor([0, 5, 11, 6]), rand(4, 8, dtype=torch.float64)
+    w = {"o.weight": rand(6, 8, dtype=torch.float64), "e.weight": rand(12, 8, seed=1, dtype=torch.float64), "h.weight": rand(12, 8, seed=2, dtype=torch.float64)}
+    for size in (1, 2, 4):
+        rows = shards(lambda tp: RowLinear(8, 6, tp, OPS), "o", w, size)
+        torch.testing.assert_close(sum(m(x[:, m.part]) for m in rows), F.linear(x, w["o.weight"]))
+        embeddings = shards(lambda tp: VocabEmbedding(12, 8, tp, OPS), "e", w, size)
+        assert torch.equal(sum(m(ids) for m in embeddings), w["e.weight"][ids])
+        heads = shards(lambda tp: LMHead(VocabEmbedding(12, 8, tp, OPS), False), "h", w, size)
+        torch.testing.assert_close(torch.cat([m(x) for m in heads], -1), F.linear(x, w["h.weight"]))
+
+
+def test_tied_head_has_no_weight_of_its_own():  # F35
+    with torch.device("meta"):
+        both = torch.nn.Module()
+        both.e = VocabEmbedding(12, 8, single(), OPS)
+        both.h = LMHead(both.e, True)
+    materialize(both, "cpu", torch.float32)
+    assert both.h.weight is both.e.weight and both.h.slots("h") == {} and len(list(both.parameters())) == 1
+
+
+def test_uneven_shares_are_refused_with_both_numbers():
+    for make in (lambda tp: ColumnLinear(8, dict(q_proj=10), False, tp, OPS), lambda tp: RowLinear(10, 8, tp, OPS), lambda tp: VocabEmbedding(10, 8, tp, OPS)):
+        with pytest.raises(ValueError, match=r"10.*3"): make(Seat(0, 3))
+
+
+def test_norm_module():
+    norm = RMSNorm(8, 1e-5, OPS)
+    norm.weight.data = rand(8)
+    x, r = rand(2, 8, seed=1), rand(2, 8, seed=2)
+    normed, summed = norm(x, r)
+    assert torch.equal(normed, norm(summed)) and torch.equal(summed, x + r)
