@@ -45,7 +45,7 @@ def check_number(
         raise RequestError(f"{name} must be {bound}, got {value!r}", name)
     return value
 
-# %% ../nbs/01_core.ipynb #bc1ec3dd
+# %% ../nbs/01_core.ipynb #3e2e9383
 @dataclass(frozen=True)
 class SamplingParams:
     "How to choose the next tokens, and when to stop; checked when made"
@@ -69,7 +69,8 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool): raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         stops = {str: (self.stop,), type(None): ()}.get(type(self.stop), self.stop)
-        if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops): raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", "stop")
+        if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
+            raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", "stop")
         object.__setattr__(self, "stop", tuple(stops))
 
     @property

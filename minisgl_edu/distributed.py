@@ -27,14 +27,14 @@ def divide(
     if n % size: raise ValueError(f"{what} = {n} cannot be divided among {size} ranks")
     return n // size
 
-# %% ../nbs/03_distributed.ipynb #575ea4ac
+# %% ../nbs/03_distributed.ipynb #170a9aab
 class TPGroup:
     "The ranks that share one model; this object is one rank's seat. With one rank every call is free"
     def __init__(self,
-        rank:int=0, # This process
-        size:int=1, # All of them
+        rank:int=0,  # This process
+        size:int=1,  # All of them
         device=None, # Where this rank's tensors live
-        groups=None # (for tensors, for the host's objects), two process groups; None at size 1
+        groups=None  # Two process groups, for tensors and for the host's objects; None at size 1
     ):
         self.rank, self.size, self.device, self._groups = rank, size, device, groups
 
@@ -87,13 +87,13 @@ def single()->TPGroup: # Size 1
     "The group of one: no process group, no port, every call free"
     return TPGroup()
 
-# %% ../nbs/03_distributed.ipynb #7b219451
+# %% ../nbs/03_distributed.ipynb #e9e5fdf7
 def init_tp(
-    rank:int,               # This process, 0..size-1
-    size:int,               # All of them
-    device:str|torch.device,# This rank's device
-    init_method:str,        # Where the ranks meet: "tcp://host:port", "file:///path" or "env://"
-    timeout:float=600       # Longest that one call may wait for the others (s)
+    rank:int,                # This process, 0..size-1
+    size:int,                # All of them
+    device:str|torch.device, # This rank's device
+    init_method:str,         # Where the ranks meet: "tcp://host:port", "file:///path" or "env://"
+    timeout:float=600        # Longest that one call may wait for the others (s)
 )->TPGroup: # This rank's seat
     "Join the group: gloo on the CPU, NCCL on CUDA"
     if not 0 <= rank < size: raise ValueError(f"rank must be >= 0 and < {size}, got {rank}")
@@ -135,14 +135,15 @@ def gather_columns(
     "Cut `t` by columns and line the parts up again"
     return group.all_gather(t.chunk(group.size, dim=-1)[group.rank])
 
-# %% ../nbs/03_distributed.ipynb #81bf1b05
+# %% ../nbs/03_distributed.ipynb #31185825
 def _check_importable(fn):
     "A spawned process imports `fn` by name: say at once if it cannot"
     module, name = sys.modules.get(getattr(fn, "__module__", None)), getattr(fn, "__qualname__", repr(fn))
     found = module if getattr(module, "__file__", None) else None
     for part in name.split("."): found = getattr(found, part, None)
     if found is None:
-        raise ValueError(f"{name} cannot be sent to another process: it must be defined at the top of a module, not in a notebook cell or inside a function")
+        raise ValueError(f"{name} cannot be sent to another process: "
+                         "it must be defined at the top of a module, not in a notebook cell or inside a function")
 
 # %% ../nbs/03_distributed.ipynb #3ee10189
 def _rank_main(fn, rank, size, init_method, threads, timeout, conn, args):
@@ -210,13 +211,13 @@ def run_ranks(
                 p.join()
             for c in conns: c.close()
 
-# %% ../nbs/03_distributed.ipynb #83066028
+# %% ../nbs/03_distributed.ipynb #6aeb2839
 def time_split(
-    group:TPGroup,   # This rank's seat
-    counts:list[int],# Numbers of rows to try
-    num_in:int,      # Features in
-    num_out:int,     # Features out
-    repeats:int      # Rounds that count
+    group:TPGroup,    # This rank's seat
+    counts:list[int], # Numbers of rows to try
+    num_in:int,       # Features in
+    num_out:int,      # Features out
+    repeats:int       # Rounds that count
 )->list[dict]: # One a count: times of the three peers (us), this rank's ceilings
     "Time the whole matmul, this rank's share of it, and the all-reduce of the result, in turns"
     ceilings, n, out = measure_ceilings("cpu", torch.float32, quick=True), divide(num_in, group.size, "features in"), []

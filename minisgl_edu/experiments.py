@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'kvcache', 'engine', 'resources', 'prefill', 'scheduler', 'text', 'messages', 'tokenizer_workers', 'server', 'benchmark']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -330,8 +330,9 @@ def rungs()->list[dict]: # In chapter order
     "The rungs of the book's ladder"
     return _ladder.rungs()
 
-# %% ../nbs/01_core.ipynb #0e660995
-@experiment("01_core", title="The lengths of one request, step by step", units={"cached_len": "tokens", "device_len": "tokens", "extend_len": "tokens"})
+# %% ../nbs/01_core.ipynb #c37156f8
+@experiment("01_core", title="The lengths of one request, step by step",
+            units={"cached_len": "tokens", "device_len": "tokens", "extend_len": "tokens"})
 def core(device="cpu", quick=False, seed=0):
     "How do the lengths of one request move through its life?"
     from minisgl_edu.core import Req, SamplingParams
@@ -454,23 +455,24 @@ def _load_way(way, path, device, seed):
     torch.manual_seed(seed)
     return _peak_of(ways[way], device)[:2]
 
-# %% ../nbs/04_checkpoint.ipynb #4820bbb5
+# %% ../nbs/04_checkpoint.ipynb #8787a624
 @experiment("04_checkpoint", title="Load time and peak memory: meta device against the naive way", units={"load_ms": "ms", "low_ms": "ms", "high_ms": "ms", "peak_mib": "MiB"})
 def checkpoint(device="cpu", quick=False, seed=0):
     "Ways to load the default model, each in its own process, taking turns"
     import multiprocessing as mp
+    from concurrent.futures import ProcessPoolExecutor
     from contextlib import ExitStack
     from minisgl_edu.checkpoint import default_model
     from minisgl_edu.experiments import _load_way
     path, rounds, times, peaks = default_model(), 1 if quick else 5, {}, {}
     (path/"model.safetensors").read_bytes()                               # into the file cache
     with ExitStack() as stack:
-        names = ("naive", "mapped", "streamed", "streamed, rank 0 of 2")
-        pools = {way: stack.enter_context(mp.get_context("spawn").Pool(1)) for way in names}
-        for pool in pools.values(): pool.apply(abs, (0,))
+        names = ("naive", "streamed") if quick else ("naive", "mapped", "streamed", "streamed, rank 0 of 2")
+        pools = {way: stack.enter_context(ProcessPoolExecutor(1, mp.get_context("spawn"))) for way in names}
+        for started in [pool.submit(abs, 0) for pool in pools.values()]: started.result()
         for _ in range(rounds):
             for way, pool in pools.items():
-                ms, peak = pool.apply(_load_way, (way, path, device, seed))
+                ms, peak = pool.submit(_load_way, way, path, device, seed).result()
                 times.setdefault(way, []).append(ms); peaks.setdefault(way, peak) # memory: the first round, in a fresh process
     return [dict(way=way, load_ms=float(np.median(t)), low_ms=min(t), high_ms=max(t), peak_mib=peaks[way] / 2**20, rounds=rounds) for way, t in times.items()]
 
@@ -566,6 +568,35 @@ def layers(device="cpu", quick=False, seed=0):
         rows.append(dict(num_tokens=num_tokens, name="one pass each", median_us=None, predicted_us=guess_us(4, nbytes), operations=4, bytes=nbytes))
     return rows
 
+# %% ../nbs/06_models.ipynb #3bf1acfb
+def default_shape():
+    "The default model's config, for experiments that need its shape and not its weights"
+    from minisgl_edu.checkpoint import ModelConfig
+    c = smollm2_135m()
+    return ModelConfig.from_dict(dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=c.vocab_size, hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers, num_attention_heads=c.num_qo_heads, num_key_value_heads=c.num_kv_heads,
+        max_position_embeddings=8192, rope_theta=100000.0, rms_norm_eps=1e-5, tie_word_embeddings=True, eos_token_id=2))
+
+# %% ../nbs/06_models.ipynb #abf167db
+@experiment("06_models", title="The next token without a KV cache, by length of the text", units={"step_ms": "ms", "predicted_ms": "ms", "remembered_ms": "ms"})
+def models(device="cpu", quick=False, seed=0):
+    "What does each further token cost as the text grows?"
+    from minisgl_edu.checkpoint import dummy_weights
+    from minisgl_edu.device import measure_ceilings, measure_interleaved, roofline_ms, step_costs
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import DenseAttention, create_model, full_context
+    dtype, config = torch.float32 if device == "cpu" else torch.bfloat16, default_shape()
+    model = create_model(config, TorchOps(), DenseAttention())
+    dummy_weights(model, device, dtype, seed)
+    lengths = [1, 16, 64] if quick else [1, 4, 16, 64, 256, 512, 1024]
+    texts = {n: full_context([torch.randint(0, config.vocab_size, (n,)).tolist()], device) for n in lengths}
+    with torch.inference_mode():
+        ceilings = measure_ceilings(device, dtype, quick)
+        times = measure_interleaved({n: lambda n=n: model(texts[n]) for n in lengths}, repeats=2 if quick else 5, device=device)
+    roofline = lambda cached, n: roofline_ms(step_costs(config, [(cached, n)], dtype), ceilings)
+    return [dict(length=n, step_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=roofline(0, n), remembered_ms=roofline(n - 1, n))
+            for n, t in times.items()]
+
 # %% ../nbs/07_kvcache.ipynb #8b04af52
 @experiment("07_kvcache", title="KV memory that running requests hold without using it",
             units=dict(wasted_tokens="tokens per request", low="tokens, 25th percentile", high="tokens, 75th percentile", held_tokens="tokens per request"))
@@ -597,6 +628,144 @@ def kvcache(device="cpu", quick=False, seed=0):
                 held.append(len(mine) * page_size); used.append(p + t)
             alloc.check_integrity(page for (p, o), mine in zip(load, pages) if t < o for page in mine)
         rows.append(row("pages", page_size, held, used))
+    return rows
+
+# %% ../nbs/08_attention.ipynb #fdb7f895
+def paged_decode_case(lens, layers, device="cpu", runs=False):
+    "(queries, keys, values), context, pool and table of a decode step with the default model's heads"
+    import torch
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.kvcache import KVPool, PageAllocator, create_page_table, pages_needed, slots_of
+    size, counts = 16, [pages_needed(n, 16) for n in lens]
+    pool, alloc = KVPool(layers, sum(counts), size, 3, 64, device, torch.float32), PageAllocator(sum(counts))
+    pool.kv.fill_(0.5)
+    pages = [alloc.allocate(n) for n in counts] if runs else [[] for _ in lens]
+    for turn in range(0 if runs else max(counts)): # one page each in turn, as in a running engine
+        for mine, n in zip(pages, counts): mine += alloc.allocate(1 if turn < n else 0)
+    table = create_page_table(len(lens), max(lens), "cpu")
+    for row, (mine, n) in enumerate(zip(pages, lens)): table[row, :n] = torch.from_numpy(slots_of(mine, size, 0, n)).int()
+    rows, ends = torch.arange(len(lens), device=device), torch.tensor(lens, device=device)
+    table = table.to(device)
+    ctx = ForwardContext("decode", [n - 1 for n in lens], list(lens), rows, rows * 0, ends - 1, table[rows, ends - 1].long(), rows)
+    q, k, v = (torch.randn(len(lens), h, 64, device=device) for h in (9, 3, 3))
+    return (q, k, v), ctx, pool, table
+
+def attend_all_layers(backend, qkv, ctx):
+    "One step of attention: prepare, then every layer"
+    backend.prepare(ctx)
+    for layer in range(len(backend.pool.k)): backend.forward(*qkv, layer, ctx)
+
+# %% ../nbs/08_attention.ipynb #1f9454f9
+@experiment("08_attention", title="Ways to read scattered KV in a decode step", units=dict(mean_len="tokens", one="ms", groups="ms", each="ms", in_place="ms", roofline_ms="ms"))
+def decode_ways(device="cpu", quick=False, seed=0):
+    "One padded gather, groups, a call per request, and a call per request that reads in place: attention of one step"
+    import random, torch
+    from minisgl_edu.attention import TorchAttention
+    from minisgl_edu.device import attention_cost, measure_ceilings, measure_interleaved, op_ms
+    rng, layers, rows = random.Random(seed), 4 if quick else 30, []
+    bounds = dict(one=1 << 40, groups=TorchAttention.scratch_bytes, each=0, in_place=0)
+    for batch, mean_len in ((1, 128), (8, 128)) if quick else ((1, 128), (1, 512), (8, 128), (8, 512), (32, 128), (32, 512)):
+        lens = [mean_len] if batch == 1 else [rng.randint(mean_len // 2, mean_len * 3 // 2) for _ in range(batch)]
+        scattered, runs = paged_decode_case(lens + [16], layers, device), paged_decode_case(lens, layers, device, runs=True)
+        def way(name):
+            qkv, ctx, pool, table = runs if name == "in_place" else scattered
+            ctx.cached_lens, ctx.device_lens = ctx.cached_lens[:batch], ctx.device_lens[:batch]
+            ctx.rows, ctx.out_loc = ctx.rows[:batch], ctx.out_loc[:batch]
+            backend = TorchAttention(None, pool, table)
+            backend.max_tokens = bounds[name] // 1536
+            return lambda: attend_all_layers(backend, [t[:batch] for t in qkv], ctx)
+        with torch.inference_mode():
+            times = measure_interleaved({name: way(name) for name in bounds}, 3 if quick else 7, 1, device)
+        cost = attention_cost([(n - 1, n) for n in lens], 9, 3, 64, 4, layers)
+        rows.append(dict(batch=batch, mean_len=mean_len, **{name: t.median_ms for name, t in times.items()},
+                         roofline_ms=max(op_ms(cost, measure_ceilings(device, torch.float32, quick)))))
+    return rows
+
+# %% ../nbs/08_attention.ipynb #1c4b097a
+@experiment("08_attention", title="Attention time by context length", units=dict(context="tokens", ms="ms", low="ms", high="ms", roofline_ms="ms", rest_ms="ms"))
+def attention(device="cpu", quick=False, seed=0):
+    "Attention of one step in all layers of the default model: a prompt of n tokens, or decoding at n tokens"
+    import torch
+    from minisgl_edu.attention import TorchAttention
+    from minisgl_edu.checkpoint import ModelConfig, default_model
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.device import measure, measure_ceilings, op_ms, roofline_ms, step_costs
+    config, f32 = ModelConfig.from_dir(default_model()), torch.float32
+    ceilings, rows = measure_ceilings(device, f32, quick), []
+
+    def row(phase, batch, n, spans, qkv, ctx, pool, table, repeats):
+        backend = TorchAttention(None, pool, table)
+        with torch.inference_mode(): t = measure(lambda: attend_all_layers(backend, qkv, ctx), repeats, 1, device)
+        costs = step_costs(config, spans, f32)
+        rows.append(dict(phase=phase, batch=batch, context=n, ms=t.median_ms, low=t.low_ms, high=t.high_ms, repeats=repeats,
+            roofline_ms=sum(max(op_ms(c, ceilings)) for c in costs if c.name == "attention"),
+            rest_ms=roofline_ms([c for c in costs if c.name != "attention"], ceilings)))
+
+    for n in (128, 512) if quick else (128, 256, 512, 1024, 2048):
+        _, ctx, pool, table = paged_decode_case([n], 30, device, runs=True)
+        ctx = ForwardContext("prefill", [0], [n], ctx.rows, ctx.input_ids, torch.arange(n, device=device), table[0, :n].long(), ctx.last_indices)
+        row("prefill", 1, n, [(0, n)], [torch.randn(n, h, 64, device=device) for h in (9, 3, 3)], ctx, pool, table, 2 if quick else 3)
+    for batch, contexts in ((1, (128, 512)),) if quick else ((1, (128, 256, 512, 1024, 2048)), (8, (128, 256, 512, 1024)), (32, (128, 256, 512))):
+        for n in contexts: row("decode", batch, n, [(n - 1, n)] * batch, *paged_decode_case([n] * batch, 30, device), 3 if quick else 7)
+    return rows
+
+# %% ../nbs/11_sampling.ipynb #08732a00
+def language_like_logits(batch, vocab, device="cpu", seed=0):
+    "Rows of scores whose probabilities fall like rank ** -1.5, the ranks shuffled"
+    gen = torch.Generator().manual_seed(seed)
+    ranks = torch.stack([torch.randperm(vocab, generator=gen) for _ in range(batch)])
+    return (-1.5 * (ranks + 1).float().log()).to(device)
+
+# %% ../nbs/11_sampling.ipynb #b6c273bf
+def decode_step(config, batch, context, device, dtype, seed=0):
+    "A decode step of `batch` requests with `context` tokens of KV each, on random weights, ready to be called; it returns the logits"
+    from minisgl_edu.attention import make_backend
+    from minisgl_edu.checkpoint import dummy_weights
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.kvcache import KVPool, create_page_table
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import create_model
+    pool = KVPool(config.num_layers, batch, context, config.num_kv_heads, config.head_dim, device, dtype) # a page holds a request
+    pool.kv.normal_()
+    table = create_page_table(batch, context, device)
+    table[:, :context] = torch.arange(batch * context, device=device).view(batch, context)
+    model = create_model(config, TorchOps(), make_backend("auto", config, pool, table))
+    dummy_weights(model, device, dtype, seed)
+    rows, last = torch.arange(batch, device=device), torch.full((batch,), context - 1, device=device)
+    ctx = ForwardContext("decode", [context - 1] * batch, [context] * batch, rows, rows, last, table[:, context - 1].long(), rows)
+    def step():
+        model.attention.prepare(ctx)
+        return model(ctx)
+    return step
+
+# %% ../nbs/11_sampling.ipynb #5980babd
+@experiment("11_sampling", title="Sampling next to a decode step, by batch size", units={"median_ms": "ms", "predicted_ms": "ms"})
+def sampling(device="cpu", quick=False, seed=0):
+    "What does sampling cost next to the forward pass?"
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.device import measure_ceilings, measure_interleaved, roofline_ms, step_costs
+    from minisgl_edu.sampling import _draw_ranked, _probs, prepare, sample
+    dtype, config, context = torch.float32 if device == "cpu" else torch.bfloat16, default_shape(), 128
+    kinds = {"greedy": dict(temperature=0), "draw": {}, "top-p 0.95": dict(top_p=0.95)}
+    rows, ceilings = [], measure_ceilings(device, dtype, quick)
+    for batch in [1, 8] if quick else [1, 4, 8, 16, 32]:
+        logits, vocab = language_like_logits(batch, config.vocab_size, device, seed), config.vocab_size
+        def requests(kind):
+            reqs = [Req(i, [0], SamplingParams(seed=i, **kind)) for i in range(batch)]
+            for r in reqs: r.schedule(1)
+            return reqs
+        def sort_all(args=prepare(requests(kinds["top-p 0.95"]))):
+            t = lambda x: x.to(device)
+            probs = _probs(logits, t(args.ranked), t(args.temperatures))
+            return _draw_ranked(probs, t(args.uniforms), t(args.top_ks), t(args.top_ps), t(args.min_ps), first=vocab)
+        fns = {name: lambda reqs=requests(kind): sample(logits, prepare(reqs)) for name, kind in kinds.items()}
+        with torch.inference_mode():
+            fns.update({"model": decode_step(config, batch, context, device, dtype, seed), "sort everything": sort_all})
+            times = measure_interleaved(fns, repeats=3 if quick else 7, warmup=2, device=device)
+        numbers = batch * vocab * 4 / ceilings.copy_gb_s / 1e6
+        roofline = roofline_ms(step_costs(config, [(context - 1, context)] * batch, dtype), ceilings)
+        predicted = {"greedy": numbers, "draw": 10 * numbers, "model": roofline}
+        rows += [dict(batch=batch, name=name, median_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=predicted.get(name)) for name, t in times.items()]
     return rows
 
 # %% ../nbs/13_engine.ipynb #95f19c92
@@ -667,7 +836,7 @@ def resources(device="cpu", quick=False, seed=0):
     return [dict(step=i, in_use=good[i], leaky=leaky[i] if i < len(leaky) else None) for i in range(0, steps, 5)] + [
         dict(step=steps, in_use=good_left, leaky=leaky_left, drained=True, mean=sum(good[200:]) / len(good[200:]), dry_at=len(leaky) if len(leaky) < steps else None)]
 
-# %% ../nbs/15_prefill.ipynb #34126fb8
+# %% ../nbs/15_prefill.ipynb #8eddb14f
 @experiment("15_prefill", title="Step length and time to first token, by token budget",
             units={"longest_ms": "ms", "longest_roofline_ms": "ms", "mean_ttft_ms": "ms", "mean_ttft_roofline_ms": "ms", "all_ms": "ms", "all_roofline_ms": "ms"})
 def prefill(device="cpu", quick=False, seed=0):
@@ -681,7 +850,7 @@ def prefill(device="cpu", quick=False, seed=0):
     from minisgl_edu.resources import CacheManager, TableManager
     from minisgl_edu.sampling import prepare
     budgets, count = ([64, 512], 3) if quick else ([64, 128, 256, 512, 1024, 2048], 12 if device == "cpu" else 48)
-    eng = Engine(EngineConfig(device=device, num_pages=17 * count, max_running_requests=count))
+    eng = Engine(EngineConfig(device=device, num_pages=17 * count, max_seq_len=272, max_running_requests=count))
     prompts = [ids for ids, _ in random_workload(count, 32, 256, eng.model_config.vocab_size, seed)]
     def run(batch):
         "Row and page by page onto the device, then the step"
@@ -706,13 +875,13 @@ def prefill(device="cpu", quick=False, seed=0):
         spans = [s for s, _, _ in runs[0]]
         roof = [roofline_ms(step_costs(eng.model_config, [(s.cached_len, s.device_len) for s in step], eng.dtype), ceilings) for step in spans]
         over = lambda of: statistics.median(of(r) for r in runs)
-        rows.append(dict(budget=b, steps=len(spans), fullest=max(sum(s.device_len for s in step) for step in spans), prompts=count, repeats=len(runs),
+        rows.append(dict(budget=b, steps=len(spans), fullest=max(sum(s.device_len for s in step) for step in spans), prompts=count, repeats=len(runs), dtype=str(eng.dtype),
             longest_ms=over(lambda r: max(ms for _, ms, _ in r)), longest_roofline_ms=max(roof), all_ms=over(lambda r: r[-1][2]), all_roofline_ms=sum(roof),
             mean_ttft_ms=over(lambda r: sum(len(s) * end for s, _, end in r) / count), mean_ttft_roofline_ms=sum(len(s) * sum(roof[:i + 1]) for i, s in enumerate(spans)) / count))
     eng.close()
     return rows
 
-# %% ../nbs/16_scheduler.ipynb #ca6e1357
+# %% ../nbs/16_scheduler.ipynb #eb5876f6
 @experiment("16_scheduler", title="Continuous against static batching", units={"seconds": "s", "low": "s", "high": "s", "roofline_s": "s"})
 def scheduler(device="cpu", quick=False, seed=0):
     "The same requests in padded, in static, and in continuous batches"
@@ -722,7 +891,7 @@ def scheduler(device="cpu", quick=False, seed=0):
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
     from minisgl_edu.scheduler import Scheduler
-    num, rows, longest = (6, 3, 8) if quick else (24, 8, 48) if device == "cpu" else (256, 32, 256)
+    num, rows, longest = (6, 3, 8) if quick else (24, 8, 40) if device == "cpu" else (256, 32, 256)
     eng = Engine(EngineConfig(device=device, num_pages=rows * longest // 8 + rows, max_seq_len=2 * longest, max_running_requests=rows))
     work, batches = random_workload(num, min(8, longest // 2), longest, eng.model_config.vocab_size, seed), []
     def groups(pad):
@@ -772,6 +941,55 @@ def text(device="cpu", quick=False, seed=0):
         fns = {"naive": lambda: naive(ids), "window": lambda: push_all(WindowDetokenizer(table), ids), "bytes": lambda: push_all(ByteDetokenizer(table), ids)}
         for way, t in measure_interleaved(fns, repeats=3 if quick or n > 1024 else 7).items():
             rows.append(dict(way=way, num_tokens=n, total_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, repeats=t.repeats))
+    return rows
+
+# %% ../nbs/20_llm.ipynb #a5750ae4
+def _static_steps(work, size):
+    "Spans of every step that padded static batches make"
+    for i in range(0, len(work), size):
+        batch = work[i:i + size]
+        longest = max(len(ids) for ids, _ in batch)
+        for t in range(max(p.max_tokens for _, p in batch)): yield [(longest + t - 1 if t else 0, longest + t)] * len(batch)
+
+def _continuous_steps(work):
+    "Spans of every step when all requests fit at once and each leaves when it has ended"
+    for t in range(max(p.max_tokens for _, p in work)):
+        yield [(len(ids) + t - 1 if t else 0, len(ids) + t) for ids, p in work if p.max_tokens > t]
+
+@experiment("20_llm", title="LLM against transformers", units={"seconds": "s", "low_s": "s", "high_s": "s", "predicted_s": "s"})
+def llm(device="cpu", quick=False, seed=0):
+    "16 random requests of 8 to 40 tokens in and out: `LLM`, and `transformers` one by one and in static batches of 8"
+    import torch
+    from transformers import AutoModelForCausalLM
+    from minisgl_edu.checkpoint import default_model
+    from minisgl_edu.core import random_workload
+    from minisgl_edu.device import measure_ceilings, measure_interleaved, roofline_ms, step_costs
+    from minisgl_edu.llm import LLM
+    peer = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32).to(device).eval()
+    peer.generation_config.eos_token_id = None
+    ours = LLM(device=device, dtype="float32")
+    config = ours.engine.model_config
+    work = random_workload(3 if quick else 16, 4 if quick else 8, 6 if quick else 40, config.vocab_size, seed)
+    def generate(work): return [o.token_ids for o in ours.generate([ids for ids, _ in work], [p for _, p in work])]
+    def static(size):
+        for i in range(0, len(work), size):
+            batch = work[i:i + size]
+            longest = max(len(ids) for ids, _ in batch)
+            ids = torch.tensor([[0] * (longest - len(ids)) + ids for ids, _ in batch], device=device)
+            mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in batch], device=device)
+            peer.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max(p.max_tokens for _, p in batch), pad_token_id=0)
+    ways = {"transformers, one by one": (lambda: static(1), _static_steps(work, 1)),
+            "transformers, static batches of 8": (lambda: static(8), _static_steps(work, 8)),
+            "LLM.generate": (lambda: generate(work), _continuous_steps(work))}
+    generate(work[:1])
+    times = measure_interleaved({name: run for name, (run, _) in ways.items()}, repeats=1 if quick else 3, warmup=0, device=device)
+    ours.close()
+    ceilings, tokens, rows = measure_ceilings(device, torch.float32, quick), sum(p.max_tokens for _, p in work), []
+    for name, (_, spans) in ways.items():
+        spans, t = list(spans), times[name]
+        predicted = sum(roofline_ms(step_costs(config, s, torch.float32), ceilings) for s in spans) / 1e3
+        rows.append(dict(way=name, seconds=t.median_ms / 1e3, low_s=t.low_ms / 1e3, high_s=t.high_ms / 1e3, predicted_s=predicted,
+            steps=len(spans), rows_computed=sum(d - c for s in spans for c, d in s), output_tokens=tokens, repeats=t.repeats))
     return rows
 
 # %% ../nbs/21_messages.ipynb #b3ff96e1
@@ -879,6 +1097,47 @@ def server(device="cpu", quick=False, seed=0):
     for way, waits in in_thread():
         q = statistics.quantiles(waits, n=4)
         rows.append({"way": way, "wake_ms": q[1], "low_ms": q[0], "high_ms": q[2], "worst_ms": max(waits), "replies": len(waits)})
+    return rows
+
+# %% ../nbs/24_launch.ipynb #c7843d22
+def _piece_times(url, body, due):
+    "Seconds from `due` to each event with text of one streamed answer"
+    import json, time, urllib.request
+    time.sleep(max(0, due - time.perf_counter()))
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return [time.perf_counter() - due for line in answer if b'"text"' in line and b'"text": ""' not in line]
+
+def _load_row(rate, times):
+    "What the users of one rate saw: TTFT, and the gaps between pieces"
+    import numpy as np
+    row = dict(rate=rate, requests=len(times))
+    gaps = [b - a for t in times for a, b in zip(t, t[1:])]
+    for name, values in (("ttft", [t[0] for t in times]), ("itl", gaps)):
+        low, mid, high, p95 = np.percentile(values, [25, 50, 75, 95]) * 1e3
+        row |= {f"{name}_ms": mid, f"{name}_low": low, f"{name}_high": high, f"{name}_p95": p95, f"{name}_mean": np.mean(values) * 1e3}
+    return row
+
+# %% ../nbs/24_launch.ipynb #f4b50567
+@experiment("24_launch", title="Start-up, and waiting by request rate", units={"seconds": "s", "rate": "requests/s", "ttft_ms": "ms", "itl_ms": "ms"})
+def launch(device="cpu", quick=False, seed=0):
+    "When each worker has imported and loaded; then TTFT and inter-token latency under random arrivals of several rates"
+    import time
+    import numpy as np
+    from concurrent.futures import ThreadPoolExecutor
+    from minisgl_edu.launch import start_server
+    rng, rows = np.random.default_rng(seed), []
+    body = dict(prompt=rng.integers(1000, 9000, 64).tolist(), max_tokens=24, temperature=0, ignore_eos=True, stream=True)
+    with start_server(port=0, device=device, max_running_requests=16, max_seq_len=512) as server:
+        zero = server.times["start"]
+        for w in server.workers.all:
+            at = dict(spawned=w.started, imported=w.ready.info["entered"], loaded=w.ready.info["loaded"])
+            rows += [dict(worker=w.name, phase=k, seconds=v - zero) for k, v in at.items()]
+        rows.append(dict(worker="http", phase="serving", seconds=server.times["serving"] - zero))
+        _piece_times(server.url, body, time.perf_counter())  # the first request of all pays for warm-up
+        for rate in (2, 6) if quick else (1, 3, 5, 7):
+            due = time.perf_counter() + 0.1 + rng.exponential(1 / rate, rate * (1 if quick else 6)).cumsum()
+            with ThreadPoolExecutor(len(due)) as pool: rows.append(_load_row(rate, list(pool.map(lambda d: _piece_times(server.url, body, d), due))))
     return rows
 
 # %% ../nbs/26_benchmark.ipynb #e071e847

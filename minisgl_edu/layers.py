@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 # %% auto #0
-__all__ = ['default_inv_freq', 'llama3_inv_freq', 'rope_inv_freq', 'rope_table', 'rope_rows', 'TorchOps', 'RMSNorm',
+__all__ = ['default_inv_freq', 'llama3_inv_freq', 'rope_inv_freq', 'rope_table', 'rope_rows', 'TorchOps', 'Layer', 'RMSNorm',
            'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
 
 # %% ../nbs/05_layers.ipynb #6b0d4f31
@@ -95,8 +95,13 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-# %% ../nbs/05_layers.ipynb #ebe1ef35
-class RMSNorm(nn.Module):
+# %% ../nbs/05_layers.ipynb #207639aa
+class Layer(nn.Module):
+    "An `nn.Module` without hooks: calling it is calling `forward`, and that is felt 200 times a step"
+    def __call__(self, *args): return self.forward(*args)
+
+# %% ../nbs/05_layers.ipynb #a6c991b8
+class RMSNorm(Layer):
     "Scale each token to a mean square of one, then by a weight per feature"
     def __init__(self,
         size:int,  # Features
@@ -124,8 +129,8 @@ def _shard(
     share = divide(n, tp.size, what)
     return slice(tp.rank * share, (tp.rank + 1) * share)
 
-# %% ../nbs/05_layers.ipynb #0d8e97e3
-class VocabEmbedding(nn.Module):
+# %% ../nbs/05_layers.ipynb #4753d976
+class VocabEmbedding(Layer):
     "Token id to features; each rank holds an equal part of the vocabulary"
     def __init__(self,
         vocab:int,  # Rows
@@ -147,8 +152,8 @@ class VocabEmbedding(nn.Module):
     def slots(self, prefix):
         return {f"{prefix}.weight": WeightSlot(self.weight, (self.vocab, self.weight.shape[1]), (self.part, slice(None)))}
 
-# %% ../nbs/05_layers.ipynb #5912151f
-class ColumnLinear(nn.Module):
+# %% ../nbs/05_layers.ipynb #fdddc7f3
+class ColumnLinear(Layer):
     "Several linears of one input as one matrix; each rank holds an equal part of every output"
     def __init__(self,
         size:int,           # Input features
@@ -174,8 +179,8 @@ class ColumnLinear(nn.Module):
             start += size
         return slots
 
-# %% ../nbs/05_layers.ipynb #7e117f75
-class RowLinear(nn.Module):
+# %% ../nbs/05_layers.ipynb #648725ee
+class RowLinear(Layer):
     "A linear whose input is already split: each rank multiplies its part, and the ranks add up"
     def __init__(self,
         size:int, # Input features, over all ranks
@@ -193,8 +198,8 @@ class RowLinear(nn.Module):
     def slots(self, prefix):
         return {f"{prefix}.weight": WeightSlot(self.weight, (self.weight.shape[0], self.size), (slice(None), self.part))}
 
-# %% ../nbs/05_layers.ipynb #304bcf7b
-class LMHead(nn.Module):
+# %% ../nbs/05_layers.ipynb #b165229a
+class LMHead(Layer):
     "Features to one score per token of the vocabulary; tied, it reads the embedding's own weight"
     def __init__(self,
         embedding:VocabEmbedding, # Gives the shape and the rank's part; the weight too, when tied

@@ -14,14 +14,14 @@ from torch import nn
 __all__ = ['ARCHITECTURES', 'Attention', 'MLP', 'DecoderLayer', 'DecoderModel', 'create_model', 'DenseAttention', 'full_context',
            'generate_naive']
 
-# %% ../nbs/06_models.ipynb #f2e6b5da
+# %% ../nbs/06_models.ipynb #8ce0d3e1
 from .core import AttentionBackend, ForwardContext, Ops
 from .distributed import TPGroup, divide, single
 from .checkpoint import ModelConfig, WeightSlot
-from .layers import ColumnLinear, LMHead, RMSNorm, RowLinear, VocabEmbedding, rope_rows, rope_table
+from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, rope_rows, rope_table
 
-# %% ../nbs/06_models.ipynb #319a55af
-class Attention(nn.Module):
+# %% ../nbs/06_models.ipynb #29f796d7
+class Attention(Layer):
     "Project to queries, keys and values, rotate, attend, project back"
     def __init__(self,
         config:ModelConfig,
@@ -38,15 +38,15 @@ class Attention(nn.Module):
         self.o = RowLinear(q, config.hidden_size, tp, ops)
 
     def forward(self, x, cos_sin, ctx, attention):
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)       # [num_tokens, heads of q, k and v, head_dim]
+        qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))     # [num_tokens, heads of q, k and v, head_dim]
         q, k, v = qkv.split((self.num_qo, self.num_kv, self.num_kv), dim=1)
         q, k = self.ops.rope(q, k, cos_sin)
-        return self.o(attention.forward(q, k, v, self.layer_id, ctx).reshape(len(x), -1))
+        return self.o(attention.forward(q, k, v, self.layer_id, ctx).flatten(1))
 
     def slots(self, prefix): return {**self.qkv.slots(prefix), **self.o.slots(f"{prefix}.o_proj")}
 
-# %% ../nbs/06_models.ipynb #eeb780b2
-class MLP(nn.Module):
+# %% ../nbs/06_models.ipynb #1e6cc08b
+class MLP(Layer):
     "Gated feed-forward: one half of a wide projection opens the gate for the other"
     def __init__(self, config:ModelConfig, tp:TPGroup, ops:Ops):
         super().__init__()
@@ -58,8 +58,8 @@ class MLP(nn.Module):
 
     def slots(self, prefix): return {**self.gate_up.slots(prefix), **self.down.slots(f"{prefix}.down_proj")}
 
-# %% ../nbs/06_models.ipynb #01f35e22
-class DecoderLayer(nn.Module):
+# %% ../nbs/06_models.ipynb #2a16f125
+class DecoderLayer(Layer):
     "Attention and MLP, each after a norm; what they add to is carried along as `residual`"
     def __init__(self, config:ModelConfig, layer_id:int, tp:TPGroup, ops:Ops):
         super().__init__()
@@ -78,8 +78,8 @@ class DecoderLayer(nn.Module):
         return {**self.input_norm.slots(f"{prefix}.input_layernorm"), **self.attention.slots(f"{prefix}.self_attn"),
                 **self.post_norm.slots(f"{prefix}.post_attention_layernorm"), **self.mlp.slots(f"{prefix}.mlp")}
 
-# %% ../nbs/06_models.ipynb #103ccf02
-class DecoderModel(nn.Module):
+# %% ../nbs/06_models.ipynb #ab01a763
+class DecoderModel(Layer):
     "Embedding, decoder layers, norm and head: from one step's tokens to the scores of each request's next token"
     def __init__(self,
         config:ModelConfig,
@@ -155,18 +155,19 @@ def full_context(
     return ForwardContext("prefill", [0] * len(token_ids), lens.tolist(), torch.arange(len(token_ids), device=device), ids, positions,
         torch.arange(len(ids), device=device), (lens.cumsum(0) - 1).to(device))
 
-# %% ../nbs/06_models.ipynb #4790a4d5
+# %% ../nbs/06_models.ipynb #549b5f62
 @torch.inference_mode()
 def generate_naive(
     model:DecoderModel,       # Loaded; its own attention backend is not used
     prompt_ids:Sequence[int], # At least one token
     max_tokens:int,           # New tokens at most
-    eos:Iterable[int]=()      # Ids that end the answer
+    eos:Iterable[int]=(),     # Ids that end the answer
+    attention:AttentionBackend=DenseAttention() # Any that needs no cache
 )->list[int]:                 # New tokens, the ending one included
     "Greedy generation that computes the whole context again for every token"
     tokens, device = list(prompt_ids), next(model.parameters()).device
     while len(tokens) < len(prompt_ids) + max_tokens:
-        logits = model(full_context([tokens], device), DenseAttention())
+        logits = model(full_context([tokens], device), attention)
         tokens.append(int(logits.argmax(-1)))
         if tokens[-1] in eos: break
     return tokens[len(prompt_ids):]
