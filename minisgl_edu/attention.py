@@ -106,7 +106,7 @@ class Plan:
     groups: list[Group]
     order: torch.Tensor|None # [num_decodes] rows of the decoding tokens, longest request first; None: all tokens, as they stand
 
-# %% ../nbs/08_attention.ipynb #4155367c
+# %% ../nbs/08_attention.ipynb #3a94542a
 def plan_step(
     ctx:ForwardContext,      # The step
     page_table:torch.Tensor, # [num_rows, max_len] int32, request x position -> slot
@@ -119,7 +119,7 @@ def plan_step(
         end = start + length - cached
         if end == start + 1: decodes.append((length, start, i))
         elif cached == 0: extends.append(Extend(start, end, None, None))
-        else: extends.append(Extend(start, end, as_run(page_table[ctx.rows[i], :length].long()), causal_mask(cached, length, device, dtype)))
+        else: extends.append(Extend(start, end, as_run(page_table[ctx.rows[i:i+1], :length][0].long()), causal_mask(cached, length, device, dtype)))
         start = end
     if not decodes: return Plan(extends, [], None)
     decodes.sort(key=lambda d: -d[0])

@@ -145,21 +145,21 @@ def _check_importable(fn):
         raise ValueError(f"{name} cannot be sent to another process: "
                          "it must be defined at the top of a module, not in a notebook cell or inside a function")
 
-# %% ../nbs/03_distributed.ipynb #3ee10189
+# %% ../nbs/03_distributed.ipynb #46ebc991
 def _rank_main(fn, rank, size, init_method, threads, timeout, conn, args):
     "What a rank's process does: join, call, report the result or the reason"
     torch.set_num_threads(threads)
     group = None
     try:
         group = init_tp(rank, size, "cpu", init_method, timeout)
-        report = (True, fn(group, *args))
-        conn.send_bytes(pickle.dumps(report)) # plain bytes: nothing in it outlives its sender by a file handle
+        report = pickle.dumps((True, fn(group, *args))) # plain bytes: nothing in it outlives its sender by a file handle
     except BaseException as e:
         reason = "".join(traceback.format_exception(e)).strip()
-        conn.send_bytes(pickle.dumps((False, (time.monotonic(), f"{type(e).__name__}: {e}", reason))))
-    finally:
-        conn.close()
-        if group is not None: group.close()
+        report = pickle.dumps((False, (time.monotonic(), f"{type(e).__name__}: {e}", reason)))
+    conn.send_bytes(report)
+    try: conn.recv_bytes() # others may still need this rank: it leaves when the parent hangs up
+    except (EOFError, OSError): pass
+    if group is not None: group.close()
 
 # %% ../nbs/03_distributed.ipynb #0e2b86fb
 def _collect(procs, conns, timeout):
@@ -182,7 +182,7 @@ def _collect(procs, conns, timeout):
             raise RuntimeError(f"rank {rank} failed: {what}" + (f"\n\n{trace}" if trace else ""))
     return [results[r] for r in range(len(procs))]
 
-# %% ../nbs/03_distributed.ipynb #9ddaa084
+# %% ../nbs/03_distributed.ipynb #bf7e64f6
 def run_ranks(
     fn,              # Called as `fn(group, *args)` on each rank; importable from a module
     size:int,        # Ranks
@@ -196,13 +196,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(size):
-                receiver, sender = ctx.Pipe(duplex=False)
-                job = (fn, rank, size, f"file://{folder}/meet", threads, timeout, sender, args)
+                here, there = ctx.Pipe()
+                job = (fn, rank, size, f"file://{folder}/meet", threads, timeout, there, args)
                 procs.append(ctx.Process(target=_rank_main, args=job, daemon=True))
-                conns.append(receiver)
+                conns.append(here)
                 procs[-1].start()
-                sender.close() # the child's copy is the only one: its end closes the pipe
+                there.close() # the child's copy is the only one: if it dies, the pipe ends
             results = _collect(procs, conns, timeout)
+            for c in conns: c.close() # all are done: everybody may leave
             for p in procs: p.join(10)
             return results
         finally:

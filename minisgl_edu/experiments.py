@@ -353,8 +353,9 @@ def smollm2_135m():
     return SimpleNamespace(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_qo_heads=9, num_kv_heads=3,
                            head_dim=64, tie_embeddings=True, attention_bias=False, qk_norm=False)
 
-# %% ../nbs/02_device.ipynb #5f394c03
-@experiment("02_device", title="Linear layers of a decode step, by batch size", units={"step_ms": "ms", "roofline_ms": "ms", "read_ms": "ms", "compute_ms": "ms"})
+# %% ../nbs/02_device.ipynb #f1284c94
+@experiment("02_device", title="Linear layers of a decode step, by batch size",
+            units={"step_ms": "ms", "roofline_ms": "ms", "read_ms": "ms", "compute_ms": "ms"})
 def device(device="cpu", quick=False, seed=0):
     "Where is the knee between memory-bound and compute-bound, by batch size?"
     import torch
@@ -362,7 +363,8 @@ def device(device="cpu", quick=False, seed=0):
     dtype, c = torch.float32 if device == "cpu" else torch.bfloat16, smollm2_135m()
     batches = [1, 4, 16] if quick else [1, 2, 4, 8, 16, 32, 64, 128, 256] if device == "cpu" else [2**i for i in range(12)]
     q, kv, layers = c.num_qo_heads * c.head_dim, c.num_kv_heads * c.head_dim, 3 if quick else c.num_layers
-    shapes = [(c.hidden_size, q + 2 * kv), (q, c.hidden_size), (c.hidden_size, 2 * c.intermediate_size), (c.intermediate_size, c.hidden_size)] * layers
+    shapes = [(c.hidden_size, q + 2 * kv), (q, c.hidden_size), (c.hidden_size, 2 * c.intermediate_size),
+              (c.intermediate_size, c.hidden_size)] * layers
     shapes += [] if quick else [(c.hidden_size, c.vocab_size)]
     with torch.inference_mode():
         weights = [torch.randn(num_out, num_in, device=device).to(dtype) for num_in, num_out in shapes]
@@ -921,10 +923,10 @@ def scheduler(device="cpu", quick=False, seed=0):
             idle=1 - (tokens - num) / (rows * len(decode)), seconds=statistics.median(times[mode]), low=min(times[mode]), high=max(times[mode]), roofline_s=roof, dtype=str(eng.dtype)))
     return out
 
-# %% ../nbs/19_text.ipynb #20865ab4
+# %% ../nbs/19_text.ipynb #da41201b
 @experiment("19_text", title="Cost of turning tokens into text, by length of the answer", units={"total_ms": "ms", "low_ms": "ms", "high_ms": "ms", "num_tokens": "tokens"})
 def text(device="cpu", quick=False, seed=0):
-    "The same answer streamed by re-decoding everything, by a window, and by bytes"
+    "The same answer streamed by re-decoding everything, by a window, and by bytes; beside them, single calls of `decode`"
     from minisgl_edu.checkpoint import default_model
     from minisgl_edu.device import measure_interleaved
     from minisgl_edu.text import ByteDetokenizer, WindowDetokenizer, decode, encode, load_tokenizer, token_table
@@ -938,12 +940,13 @@ def text(device="cpu", quick=False, seed=0):
     lengths = (64, 256) if quick else (64, 256, 1024, 2048)
     for n in lengths:
         ids = all_ids[:n]
-        fns = {"naive": lambda: naive(ids), "window": lambda: push_all(WindowDetokenizer(table), ids), "bytes": lambda: push_all(ByteDetokenizer(table), ids)}
+        fns = {"naive": lambda: naive(ids), "window": lambda: push_all(WindowDetokenizer(table), ids), "bytes": lambda: push_all(ByteDetokenizer(table), ids),
+               "one call, one token": lambda: decode(tokenizer, ids[:1]), "one call, all tokens": lambda: decode(tokenizer, ids)}
         for way, t in measure_interleaved(fns, repeats=3 if quick or n > 1024 else 7).items():
             rows.append(dict(way=way, num_tokens=n, total_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, repeats=t.repeats))
     return rows
 
-# %% ../nbs/20_llm.ipynb #a5750ae4
+# %% ../nbs/20_llm.ipynb #5564b040
 def _static_steps(work, size):
     "Spans of every step that padded static batches make"
     for i in range(0, len(work), size):
@@ -961,10 +964,12 @@ def llm(device="cpu", quick=False, seed=0):
     "16 random requests of 8 to 40 tokens in and out: `LLM`, and `transformers` one by one and in static batches of 8"
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
     from minisgl_edu.checkpoint import default_model
     from minisgl_edu.core import random_workload
     from minisgl_edu.device import measure_ceilings, measure_interleaved, roofline_ms, step_costs
     from minisgl_edu.llm import LLM
+    logging.disable_progress_bar()
     peer = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32).to(device).eval()
     peer.generation_config.eos_token_id = None
     ours = LLM(device=device, dtype="float32")

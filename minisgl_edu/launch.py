@@ -186,7 +186,7 @@ class Workers:
         for w in self.all: w.control.close()
         for c in (*self.to_tokenizers, self.to_scheduler, self.to_detokenizer, self.to_frontend): c.close()
 
-# %% ../nbs/24_launch.ipynb #05b05424
+# %% ../nbs/24_launch.ipynb #ca00c5f3
 class _Http:
     "uvicorn in a thread, on a socket that listens already"
     def __init__(self,
@@ -195,7 +195,7 @@ class _Http:
         on_end               # Called without arguments when the thread ends
     ):
         import uvicorn
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on"))
         self.sock, self.on_end, self.ended = sock, on_end, False
         self.thread = threading.Thread(target=self._run, name="minisgl-http", daemon=True)
 
@@ -306,7 +306,7 @@ def start_server(
     if bad := sorted(set(options) - known): raise TypeError(f"start_server got unknown keyword(s) {', '.join(bad)}; it takes {', '.join(sorted(known))}")
     return ServerHandle(replace(config, **options) if config else ServerConfig(**options))
 
-# %% ../nbs/24_launch.ipynb #996115db
+# %% ../nbs/24_launch.ipynb #374549f2
 class _Stop(BaseException):
     "Ctrl-C or SIGTERM"
 
@@ -320,17 +320,17 @@ def serve(
     "Serve until Ctrl-C or SIGTERM, in the foreground"
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[server] %(message)s")
     for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, _on_signal)
-    handle, failure = None, None
+    handle = None
     try:
         handle = ServerHandle(config)
         print(_greeting(handle), flush=True)
         handle.done.wait()
-        failure = handle.failure
     except _Stop:
         if handle: handle.stop()
-    except (RuntimeError, ValueError, OSError) as e: failure = e
-    if failure: print(f"error: {failure}", file=sys.stderr, flush=True)
-    return 1 if failure else 0
+    except (RuntimeError, ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        return 1
+    return 1 if handle and handle.failure else 0
 
 def _greeting(handle)->str:
     body = f'{{"model": "{handle.model_name}", "stream": true, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'

@@ -20,7 +20,7 @@ from .distributed import TPGroup, divide, single
 from .checkpoint import ModelConfig, WeightSlot
 from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, rope_rows, rope_table
 
-# %% ../nbs/06_models.ipynb #29f796d7
+# %% ../nbs/06_models.ipynb #951ea6c4
 class Attention(Layer):
     "Project to queries, keys and values, rotate, attend, project back"
     def __init__(self,
@@ -31,15 +31,15 @@ class Attention(Layer):
     ):
         super().__init__()
         self.layer_id, self.ops = layer_id, ops
-        self.head_dim = config.head_dim
-        self.num_qo, self.num_kv = divide(config.num_qo_heads, tp.size, "query heads"), divide(config.num_kv_heads, tp.size, "KV heads")
+        num_qo, num_kv = divide(config.num_qo_heads, tp.size, "query heads"), divide(config.num_kv_heads, tp.size, "KV heads")
+        self.heads, self.head_dim = (num_qo, num_kv, num_kv), config.head_dim
         q, kv = config.num_qo_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.qkv = ColumnLinear(config.hidden_size, dict(q_proj=q, k_proj=kv, v_proj=kv), config.attention_bias, tp, ops)
         self.o = RowLinear(q, config.hidden_size, tp, ops)
 
     def forward(self, x, cos_sin, ctx, attention):
-        qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))     # [num_tokens, heads of q, k and v, head_dim]
-        q, k, v = qkv.split((self.num_qo, self.num_kv, self.num_kv), dim=1)
+        qkv = self.qkv(x).view(-1, sum(self.heads), self.head_dim) # [num_tokens, heads of q, k and v, head_dim]
+        q, k, v = qkv.split(self.heads, dim=1)
         q, k = self.ops.rope(q, k, cos_sin)
         return self.o(attention.forward(q, k, v, self.layer_id, ctx).flatten(1))
 

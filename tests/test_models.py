@@ -201,6 +201,6 @@ def test_default_model_writes_what_transformers_writes():
     model, hf, tok = load(path, torch.float32), load_hf(path, torch.float32), AutoTokenizer.from_pretrained(path)
     for e in EXAMPLES:
         ids = tok.apply_chat_template([dict(role="user", content=e.prompt)], add_generation_prompt=True, return_dict=False) if e.chat else tok.encode(e.prompt)
-        want = hf.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=8)[0, len(ids):].tolist()
-        got = generate_naive(model, ids, 8, model.config.eos_token_ids)
+        want = hf.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=5)[0, len(ids):].tolist()
+        got = generate_naive(model, ids, 5, model.config.eos_token_ids)
         assert_same_tokens(got, lambda seen: hf(torch.tensor([seen])).logits[0, -1], ids, want)
