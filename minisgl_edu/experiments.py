@@ -770,7 +770,7 @@ def sampling(device="cpu", quick=False, seed=0):
         rows += [dict(batch=batch, name=name, median_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=predicted.get(name)) for name, t in times.items()]
     return rows
 
-# %% ../nbs/13_engine.ipynb #95f19c92
+# %% ../nbs/13_engine.ipynb #56ab252c
 @experiment("13_engine", title="Decode speed by batch size", units={"step_ms": "ms", "low_ms": "ms", "high_ms": "ms", "linear_ms": "ms", "roofline_ms": "ms"})
 def engine(device="cpu", quick=False, seed=0):
     "One decode step of a static batch, by batch size: the engine, its bare linear layers, and the roofline"
@@ -779,7 +779,7 @@ def engine(device="cpu", quick=False, seed=0):
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if device == "cpu" else (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    eng = Engine(EngineConfig(device=device, num_pages=4 * sizes[-1], max_running_requests=sizes[-1]))
+    eng = Engine(EngineConfig(device=device, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64))
     ceilings = measure_ceilings(device, eng.dtype, quick)
     weights = [p for p in eng.model.parameters() if p.dim() == 2] # the tied embedding is the head: one matrix, used once
     def linears(b):

@@ -129,14 +129,14 @@ def _shard(
     share = divide(n, tp.size, what)
     return slice(tp.rank * share, (tp.rank + 1) * share)
 
-# %% ../nbs/05_layers.ipynb #4753d976
+# %% ../nbs/05_layers.ipynb #eaaa7f70
 class VocabEmbedding(Layer):
     "Token id to features; each rank holds an equal part of the vocabulary"
     def __init__(self,
         vocab:int,  # Rows
         hidden:int, # Features
         tp:TPGroup, # Who else holds a part
-        ops:Ops
+        ops:Ops     # Does the arithmetic
     ):
         super().__init__()
         self.vocab, self.tp, self.ops = vocab, tp, ops
@@ -152,15 +152,15 @@ class VocabEmbedding(Layer):
     def slots(self, prefix):
         return {f"{prefix}.weight": WeightSlot(self.weight, (self.vocab, self.weight.shape[1]), (self.part, slice(None)))}
 
-# %% ../nbs/05_layers.ipynb #fdddc7f3
+# %% ../nbs/05_layers.ipynb #7eb2333b
 class ColumnLinear(Layer):
     "Several linears of one input as one matrix; each rank holds an equal part of every output"
     def __init__(self,
         size:int,           # Input features
         outs:dict[str,int], # Name in the checkpoint -> output features, in the order of the output
-        bias:bool,
-        tp:TPGroup,
-        ops:Ops
+        bias:bool,          # Is something added to each output?
+        tp:TPGroup,         # Who else holds a part
+        ops:Ops             # Does the arithmetic
     ):
         super().__init__()
         self.outs, self.tp, self.ops = outs, tp, ops
@@ -179,14 +179,14 @@ class ColumnLinear(Layer):
             start += size
         return slots
 
-# %% ../nbs/05_layers.ipynb #648725ee
+# %% ../nbs/05_layers.ipynb #9c925096
 class RowLinear(Layer):
     "A linear whose input is already split: each rank multiplies its part, and the ranks add up"
     def __init__(self,
         size:int, # Input features, over all ranks
         out:int,  # Output features
-        tp:TPGroup,
-        ops:Ops
+        tp:TPGroup, # Who else holds a part
+        ops:Ops   # Does the arithmetic
     ):
         super().__init__()
         self.size, self.tp, self.ops = size, tp, ops

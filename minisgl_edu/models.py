@@ -20,14 +20,14 @@ from .distributed import TPGroup, divide, single
 from .checkpoint import ModelConfig, WeightSlot
 from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, rope_rows, rope_table
 
-# %% ../nbs/06_models.ipynb #951ea6c4
+# %% ../nbs/06_models.ipynb #07127a18
 class Attention(Layer):
     "Project to queries, keys and values, rotate, attend, project back"
     def __init__(self,
-        config:ModelConfig,
-        layer_id:int, # Which layer's KV the backend uses
-        tp:TPGroup,
-        ops:Ops
+        config:ModelConfig, # Sizes
+        layer_id:int,       # Which layer's KV the backend uses
+        tp:TPGroup,         # Who shares the heads
+        ops:Ops             # Arithmetic
     ):
         super().__init__()
         self.layer_id, self.ops = layer_id, ops
@@ -45,10 +45,14 @@ class Attention(Layer):
 
     def slots(self, prefix): return {**self.qkv.slots(prefix), **self.o.slots(f"{prefix}.o_proj")}
 
-# %% ../nbs/06_models.ipynb #1e6cc08b
+# %% ../nbs/06_models.ipynb #b01dd4b9
 class MLP(Layer):
     "Gated feed-forward: one half of a wide projection opens the gate for the other"
-    def __init__(self, config:ModelConfig, tp:TPGroup, ops:Ops):
+    def __init__(self,
+        config:ModelConfig, # Sizes
+        tp:TPGroup,         # Who shares the features inside
+        ops:Ops             # Arithmetic
+    ):
         super().__init__()
         self.ops = ops
         self.gate_up = ColumnLinear(config.hidden_size, dict(gate_proj=config.intermediate_size, up_proj=config.intermediate_size), False, tp, ops)
@@ -58,17 +62,29 @@ class MLP(Layer):
 
     def slots(self, prefix): return {**self.gate_up.slots(prefix), **self.down.slots(f"{prefix}.down_proj")}
 
-# %% ../nbs/06_models.ipynb #2a16f125
+# %% ../nbs/06_models.ipynb #c03e03ed
 class DecoderLayer(Layer):
     "Attention and MLP, each after a norm; what they add to is carried along as `residual`"
-    def __init__(self, config:ModelConfig, layer_id:int, tp:TPGroup, ops:Ops):
+    def __init__(self,
+        config:ModelConfig, # Sizes
+        layer_id:int,       # Its place, from 0
+        tp:TPGroup,         # Who shares the weights
+        ops:Ops             # Arithmetic
+    ):
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.attention = Attention(config, layer_id, tp, ops)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = MLP(config, tp, ops)
 
-    def forward(self, x, residual, cos_sin, ctx, attention):
+    def forward(self,
+        x:torch.Tensor,            # [num_tokens, hidden] what the layer before adds
+        residual:torch.Tensor,     # [num_tokens, hidden] what it adds to
+        cos_sin:torch.Tensor,      # From `rope_rows`
+        ctx:ForwardContext,        # This step
+        attention:AttentionBackend # Where keys and values are
+    )->tuple[torch.Tensor, torch.Tensor]: # The same two, for the next layer
+        "Norm, attend, norm, MLP; each norm first adds `x` to the residual"
         x, residual = self.input_norm(x, residual)
         x = self.attention(x, cos_sin, ctx, attention)
         x, residual = self.post_norm(x, residual)
@@ -78,11 +94,11 @@ class DecoderLayer(Layer):
         return {**self.input_norm.slots(f"{prefix}.input_layernorm"), **self.attention.slots(f"{prefix}.self_attn"),
                 **self.post_norm.slots(f"{prefix}.post_attention_layernorm"), **self.mlp.slots(f"{prefix}.mlp")}
 
-# %% ../nbs/06_models.ipynb #ab01a763
+# %% ../nbs/06_models.ipynb #4b4bfed1
 class DecoderModel(Layer):
     "Embedding, decoder layers, norm and head: from one step's tokens to the scores of each request's next token"
     def __init__(self,
-        config:ModelConfig,
+        config:ModelConfig,              # Sizes
         ops:Ops,                         # Arithmetic
         attention:AttentionBackend|None, # May be set later: `model.attention = backend`
         tp:TPGroup                       # Who shares the weights
@@ -117,11 +133,11 @@ class DecoderModel(Layer):
         for i, layer in enumerate(self.layers): slots.update(layer.slots(f"model.layers.{i}"))
         return slots
 
-# %% ../nbs/06_models.ipynb #4487ee90
+# %% ../nbs/06_models.ipynb #d159d9a1
 ARCHITECTURES = {"LlamaForCausalLM": DecoderModel}
 
 def create_model(
-    config:ModelConfig,
+    config:ModelConfig,                   # Names the architecture
     ops:Ops,                              # Arithmetic
     attention:AttentionBackend|None=None, # May be set later
     tp:TPGroup=single()                   # Who shares the weights
@@ -131,12 +147,13 @@ def create_model(
         raise ValueError(f"architecture {config.architecture!r} is not supported; known: {', '.join(ARCHITECTURES)}")
     with torch.device("meta"): return ARCHITECTURES[config.architecture](config, ops, attention, tp)
 
-# %% ../nbs/06_models.ipynb #903b466d
+# %% ../nbs/06_models.ipynb #eec87421
 class DenseAttention:
     "Attention without a cache: every request brings its whole context, every time"
-    def prepare(self, ctx): pass
+    def prepare(self, ctx): "Nothing is shared between layers"
 
     def forward(self, q, k, v, layer_id, ctx):
+        "Each request attends to its own tokens"
         if any(ctx.cached_lens): raise ValueError(f"dense attention keeps no KV, but cached_lens is {ctx.cached_lens}")
         parts = [[x.transpose(0, 1) for x in t.split(ctx.device_lens)] for t in (q, k, v)]  # [heads, len, head_dim] each
         outs = [F.scaled_dot_product_attention(a[None], b[None], c[None], is_causal=True, enable_gqa=True)[0].transpose(0, 1)

@@ -53,7 +53,7 @@ def copy_notebooks(names, folder):
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("names", nargs="*", help="notebooks, without .ipynb; all if left out")
-    p.add_argument("--timeout", type=float, default=120, help="seconds for one cell")
+    p.add_argument("--timeout", type=float, default=300, help="seconds for one cell")
     args = p.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as tmp:

@@ -68,6 +68,11 @@ def die_on_one(group):
     if group.rank == 1: os._exit(7)
     group.barrier()
 def hang(group): time.sleep(600)
+def state_of_rank_0(group):
+    pid = group.broadcast_object(os.getpid())
+    if group.rank == 0: return None
+    time.sleep(0.5)
+    return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]
 def unpicklable(group): return lambda: None
 def add(group, a, b): return a + b + group.rank
 
@@ -105,6 +110,10 @@ def test_ranks_use_gloo_share_the_threads_and_end():
     for *_, pid, _ in out:
         with pytest.raises(ProcessLookupError): os.kill(pid, 0)
     assert not multiprocessing.active_children()
+
+
+def test_no_rank_leaves_before_all_are_done():
+    assert run_ranks(state_of_rank_0, 2)[1] in "SRD" # asleep or running, not ended
 
 
 @pytest.mark.parametrize("fn, error, what, timeout", [

@@ -1,6 +1,7 @@
 """DESIGN.md's invariants under random schedules, on a tiny float64 model: lengths, pages, locks, order, liveness, exactly one end.
 
-A machine adds requests, steps, aborts and stops at random, with any page size, pool, budget, policy, cache and attention backend.
+A machine adds requests, steps, aborts, stops, and breaks the forward pass at random, with any page size, pool, budget, policy, cache
+and attention backend.
 After every step each page and row is in one place; at the end every request has ended once, nothing is held, and its tokens are
 those of the same request alone and of the naive loop without a KV cache."""
 import functools
@@ -83,7 +84,7 @@ class Book:
     "Keeps what a client would see, and complains at once when it should not see it"
     def __init__(self, world, scheduler):
         self.world, self.s = world, scheduler
-        self.asked, self.tokens, self.reason, self.aborted, self.stopped = {}, {}, {}, set(), set()
+        self.asked, self.tokens, self.reason, self.aborted, self.stopped, self.failed = {}, {}, {}, set(), set(), set()
 
     def add(self, prompt, params):
         uid = len(self.asked)
@@ -96,9 +97,14 @@ class Book:
         elif not silent: self.aborted.add(uid)
         (self.s.stop if silent else self.s.abort)(uid)
 
-    def step(self):
+    def step(self, broken=False):
         COUNTS["steps"] += 1
-        for e in self.s.step():
+        engine = self.s.engine
+        if broken: engine.forward_batch = lambda ctx, args: 1 / 0  # shadows the method
+        try: events = self.s.step()
+        finally: engine.__dict__.pop("forward_batch", None)
+        if broken and self.s.last_batch: self.failed |= {e.uid for e in events if e.finish_reason == "error"}
+        for e in events:
             COUNTS["events"] += 1
             assert e.uid not in self.reason and e.uid not in self.stopped, f"news after the end: {e}"
             assert e.cached_tokens < e.prompt_tokens == len(self.asked[e.uid][0])
@@ -130,8 +136,9 @@ class Book:
         assert set(self.reason) | self.stopped == set(self.asked) and not set(self.reason) & self.stopped
         for uid, (prompt, params) in self.asked.items():
             tokens, reason = self.world.expected(prompt, params)
-            if uid in self.reason and self.reason[uid] != "abort": assert (self.tokens[uid], self.reason[uid]) == (tokens, reason), uid
-            else: assert self.tokens[uid] == tokens[:len(self.tokens[uid])] and uid in self.aborted | self.stopped
+            assert (self.reason.get(uid) == "error") == (uid in self.failed)
+            if self.reason.get(uid) in ("stop", "length"): assert (self.tokens[uid], self.reason[uid]) == (tokens, reason), uid
+            else: assert self.tokens[uid] == tokens[:len(self.tokens[uid])] and uid in self.aborted | self.stopped | self.failed
 
 
 PARAMS = st.builds(lambda n, ignore, kind: SamplingParams(max_tokens=n, ignore_eos=ignore, **kind), st.integers(1, LONGEST), st.booleans(),
@@ -165,6 +172,22 @@ class Machine(RuleBasedStateMachine):
     def drop(self, data, silent):
         "Whoever it is: waiting, running, or ended long ago"
         self.book.drop(data.draw(st.sampled_from(sorted(self.book.asked)), label="uid"), silent)
+
+    @precondition(lambda self: self.book.asked)
+    @rule(data=st.data(), silent=st.booleans())
+    def drop_in_flight(self, data, silent):
+        "Its batch has been launched: what it holds must stay its own until that batch is done"
+        plan = self.book.s._schedule()
+        if plan is None: return
+        self.book.s._launch(plan)
+        req = data.draw(st.sampled_from(plan.batch.reqs), label="request")
+        held = list(req.pages)
+        self.book.drop(req.uid, silent)
+        assert held == req.pages and not set(held) & set(self.book.s.cache.allocator.free_pages)
+        self.book.step()
+
+    @rule()
+    def break_the_forward(self): self.book.step(broken=True)
 
     @invariant()
     def nothing_is_lost(self):
