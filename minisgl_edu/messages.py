@@ -101,7 +101,7 @@ class FailMsg:
 class ShutdownMsg:
     "Launcher to worker: end now"
 
-# %% ../nbs/21_messages.ipynb #010a87c6
+# %% ../nbs/21_messages.ipynb #ea9e94dc
 class Channel:
     "One-way road for messages into one process; any number of processes may send"
     MOST = 4096 # messages one `recv` returns at most, roughly: a fast sender must not keep the reader from its work
@@ -140,7 +140,9 @@ class Channel:
 
     def close(self):
         "Give back this process's ends"
-        self._queue.close()
+        q = self._queue
+        q.close() # its thread, if there is one, closes the ends when all is written
+        if q._thread is None: q._reader.close(); q._writer.close()
 
 # %% ../nbs/21_messages.ipynb #dfaf3dca
 class AsyncReceiver:

@@ -1,5 +1,5 @@
 "Starting and ending: the port first, the worker's own reason, signals, kills; and never a process left behind"
-import asyncio, json, multiprocessing, os, shutil, signal, socket, subprocess, sys, threading, time
+import asyncio, gc, json, multiprocessing, os, shutil, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 
 import httpx
@@ -42,6 +42,11 @@ def children()->set[int]:
     "Ours, without the resource tracker that multiprocessing keeps"
     from multiprocessing.resource_tracker import _resource_tracker
     return {p for p in descendants(os.getpid()) if p != _resource_tracker._pid}
+
+
+def open_files():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
 
 
 def wait_for(condition, seconds, what):
@@ -211,11 +216,13 @@ def test_start_use_stop_start_again_inside_a_running_event_loop(model):
         server.stop(); server.stop()
         assert not multiprocessing.active_children() and not children() and server.failure is None
         bind("127.0.0.1", port).close()
+        fds = open_files()
         with start_server(server.config, port=port, served_model_name="again", num_tokenizers=2) as second:
             assert set(second.pids) == {"scheduler", "tokenizer-0", "tokenizer-1", "detokenizer"}
             answers = await asyncio.gather(*(asyncio.to_thread(complete, second.url, model="again") for _ in range(6)))
             assert {a.status_code for a in answers} == {200} and len({a.json()["choices"][0]["text"] for a in answers}) == 1
-        assert not children()
+        del second
+        assert not children() and open_files() <= fds, "a server leaves no descriptor open"
     asyncio.run(cells())
 
 

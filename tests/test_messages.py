@@ -174,6 +174,19 @@ def test_nobody_polls_while_nothing_comes():
     assert idle == 0 and calls >= 1
 
 
+def test_a_closed_channel_gives_its_descriptors_back():
+    def count(): return len(os.listdir("/proc/self/fd"))
+    Channel().close()
+    before = count()
+    used, unused = Channel(), Channel()
+    used.send([AbortMsg(1)]); used.recv(timeout=10)
+    assert count() == before + 4
+    used.close(); unused.close()
+    deadline = time.monotonic() + 10
+    while count() > before and time.monotonic() < deadline: time.sleep(0.01)  # the sender's thread closes its own
+    assert count() == before
+
+
 def test_an_error_travels_as_plain_data():
     refused = ErrorInfo.of(RequestError("max_tokens is 9, room is 5", "max_tokens"))
     assert tuple(refused) == ("max_tokens is 9, room is 5", "max_tokens", "invalid_request")
