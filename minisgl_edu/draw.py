@@ -153,7 +153,7 @@ PARTS = (
     ("Roof",           ("00 checks", "00 draw", "00 experiments")),
 )
 
-# %% ../nbs/00_draw.ipynb #1460ff69
+# %% ../nbs/00_draw.ipynb #92de32cd
 def _box(x, y, w, h, text, fill, edge, ink, bold=False):
     "One labelled box of the map"
     weight = ' font-weight="bold"' if bold else ""
@@ -161,7 +161,7 @@ def _box(x, y, w, h, text, fill, edge, ink, bold=False):
             f'<text x="{x + w / 2:g}" y="{y + h / 2 + 4:g}" text-anchor="middle" fill="{ink}"{weight}>{escape(text)}</text>')
 
 def _map_svg(lit):
-    "The map as SVG text; boxes above the lit ones are pale: the reader has not been there"
+    "The map as SVG text; boxes above the lit ones are white: the reader has not been there"
     numbers = [int(b[:2]) for _, boxes in PARTS for b in boxes if b[3:] in lit]
     reached = max(numbers, default=99)
     w, h, row, left = 108, 24, 32, 104
@@ -306,13 +306,13 @@ def batch_timeline(
     if title: ax.text(0, 0.5, title, fontweight="bold", va="center")
     plt.show()
 
-# %% ../nbs/00_draw.ipynb #4b7766a6
+# %% ../nbs/00_draw.ipynb #736e850c
 def ladder(
     rungs:Sequence[dict],  # `label`, `tokens_per_s` and `chapter` of each, in order
-    current:str|None=None  # Chapter to light up
+    current:str|None=None  # Chapter to light up; later rungs are left out
 )->None:
     "The growing plot: tokens per second on the same requests, one rung per idea"
-    rungs = list(rungs)
+    rungs = [r for r in rungs if current is None or r["chapter"] <= current]
     if not rungs: return
     fig, ax = plt.subplots(figsize=(7, 0.9 + 0.36 * len(rungs)))
     first, longest = rungs[0]["tokens_per_s"], max(r["tokens_per_s"] for r in rungs)
