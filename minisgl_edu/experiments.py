@@ -1023,19 +1023,21 @@ def messages(device="cpu", quick=False, seed=0):
     there.send([None]); peer.join(10)
     return rows
 
-# %% ../nbs/22_workers.ipynb #2a089d02
+# %% ../nbs/22_workers.ipynb #d904a4d6
 @experiment("22_workers", title="Tokenizer throughput by worker count", units={"tokens_per_s": "tokens/s", "low": "tokens/s", "high": "tokens/s"})
 def tokenizer_workers(device="cpu", quick=False, seed=0):
     "Tokens per second: in this process (0 workers), and through 1 to 3 tokenizer workers"
-    import multiprocessing, random
+    import multiprocessing
+    from pathlib import Path
+    import minisgl_edu
     from minisgl_edu.checkpoint import default_model
-    from minisgl_edu.core import EXAMPLES, SamplingParams
+    from minisgl_edu.core import SamplingParams
     from minisgl_edu.device import measure
     from minisgl_edu.messages import Channel, ShutdownMsg, TokenizeMsg
     from minisgl_edu.text import load_tokenizer
     from minisgl_edu.workers import TokenizerLoop, WorkerArgs, tokenizer_worker
-    words, rng = " ".join(e.prompt for e in EXAMPLES if e.name != "count").split(), random.Random(seed)
-    work = [TokenizeMsg(i, " ".join(rng.choices(words, k=400)), SamplingParams()) for i in range(12 if quick else 60)]
+    source = "".join(p.read_text(encoding="utf-8") for p in sorted(Path(minisgl_edu.__file__).parent.glob("*.py")))
+    work = [TokenizeMsg(i, source[4000 * i:4000 * (i + 1)], SamplingParams()) for i in range(12 if quick else 60)]
     path, spawn = str(default_model()), multiprocessing.get_context("spawn")
     out, spare, started = Channel(), Channel(), []
     for i in range(3):
