@@ -53,7 +53,7 @@ def _one_of(
     why = "comes with a later chapter" if value in later else "does not exist"
     raise ValueError(f"{name}={value!r} {why}; use one of {', '.join(map(repr, allowed))}")
 
-# %% ../nbs/13_engine.ipynb #f23a8d63
+# %% ../nbs/13_engine.ipynb #24f9fd4b
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -67,7 +67,7 @@ class EngineConfig:
     max_running_requests: int = 64     # Rows of the page table: requests that hold KV at once
     max_seq_len: int|None = None       # Prompt plus output (tokens) at most; None is the model's own limit
     attention_backend: Any = "auto"    # "auto", "torch", or a class made as `Backend(config, pool, page_table)`
-    cache: str = "auto"                # "auto" or "naive": keeps nothing once a request has ended
+    cache: Any = "auto"                # "auto" or "naive": keeps nothing once a request has ended
     max_prefill_length: int = 2048     # Prompt tokens per step
     policy: Any = "prefill-first"      # What runs next; or an object with `order(view)`
     admission: str = "reserve"         # A request starts when the pages of its whole output fit
@@ -86,7 +86,7 @@ class EngineConfig:
         check_number("seed", self.seed, 0, whole=True)
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
         if not callable(self.attention_backend): _one_of("attention_backend", self.attention_backend, ("auto", "torch"), ("triton",))
-        _one_of("cache", self.cache, ("auto", "naive"), ("radix",))
+        if not callable(self.cache): _one_of("cache", self.cache, ("auto", "naive"), ("radix",))
         if not hasattr(self.policy, "order"): _one_of("policy", self.policy, ("prefill-first",), ("decode-first", "mixed"))
         _one_of("admission", self.admission, ("reserve",), ("optimistic", "retract"))
         _one_of("disable_overlap", self.disable_overlap, (None, True), (False,))
