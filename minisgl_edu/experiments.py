@@ -838,7 +838,7 @@ def resources(device="cpu", quick=False, seed=0):
     return [dict(step=i, in_use=good[i], leaky=leaky[i] if i < len(leaky) else None) for i in range(0, steps, 5)] + [
         dict(step=steps, in_use=good_left, leaky=leaky_left, drained=True, mean=sum(good[200:]) / len(good[200:]), dry_at=len(leaky) if len(leaky) < steps else None)]
 
-# %% ../nbs/15_prefill.ipynb #8eddb14f
+# %% ../nbs/15_prefill.ipynb #6c97c6a5
 @experiment("15_prefill", title="Step length and time to first token, by token budget",
             units={"longest_ms": "ms", "longest_roofline_ms": "ms", "mean_ttft_ms": "ms", "mean_ttft_roofline_ms": "ms", "all_ms": "ms", "all_roofline_ms": "ms"})
 def prefill(device="cpu", quick=False, seed=0):
@@ -851,7 +851,7 @@ def prefill(device="cpu", quick=False, seed=0):
     from minisgl_edu.prefill import PrefillManager
     from minisgl_edu.resources import CacheManager, TableManager
     from minisgl_edu.sampling import prepare
-    budgets, count = ([64, 512], 3) if quick else ([64, 128, 256, 512, 1024, 2048], 12 if device == "cpu" else 48)
+    budgets, count = ([128, 512], 3) if quick else ([128, 256, 512, 1024, 2048], 12 if device == "cpu" else 48)
     eng = Engine(EngineConfig(device=device, num_pages=17 * count, max_seq_len=272, max_running_requests=count))
     prompts = [ids for ids, _ in random_workload(count, 32, 256, eng.model_config.vocab_size, seed)]
     def run(batch):
