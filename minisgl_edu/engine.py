@@ -53,7 +53,7 @@ def _one_of(
     why = "comes with a later chapter" if value in later else "does not exist"
     raise ValueError(f"{name}={value!r} {why}; use one of {', '.join(map(repr, allowed))}")
 
-# %% ../nbs/13_engine.ipynb #24f9fd4b
+# %% ../nbs/13_engine.ipynb #ea8471bb
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -67,7 +67,7 @@ class EngineConfig:
     max_running_requests: int = 64     # Rows of the page table: requests that hold KV at once
     max_seq_len: int|None = None       # Prompt plus output (tokens) at most; None is the model's own limit
     attention_backend: Any = "auto"    # "auto", "torch", or a class made as `Backend(config, pool, page_table)`
-    cache: Any = "auto"                # "auto" or "naive": keeps nothing once a request has ended
+    cache: Any = "auto"                # "auto" or "naive": keeps nothing once a request has ended; or called as `cache(num_pages, page_size)`
     max_prefill_length: int = 2048     # Prompt tokens per step
     policy: Any = "prefill-first"      # What runs next; or an object with `order(view)`
     admission: str = "reserve"         # A request starts when the pages of its whole output fit

@@ -946,7 +946,7 @@ def text(device="cpu", quick=False, seed=0):
             rows.append(dict(way=way, num_tokens=n, total_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, repeats=t.repeats))
     return rows
 
-# %% ../nbs/20_llm.ipynb #5564b040
+# %% ../nbs/20_llm.ipynb #ab32fc78
 def _static_steps(work, size):
     "Spans of every step that padded static batches make"
     for i in range(0, len(work), size):
@@ -961,7 +961,7 @@ def _continuous_steps(work):
 
 @experiment("20_llm", title="LLM against transformers", units={"seconds": "s", "low_s": "s", "high_s": "s", "predicted_s": "s"})
 def llm(device="cpu", quick=False, seed=0):
-    "16 random requests of 8 to 40 tokens in and out: `LLM`, and `transformers` one by one and in static batches of 8"
+    "16 random requests of 8 to 24 tokens in and out: `LLM`, and `transformers` one by one and in static batches of 8"
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -974,7 +974,7 @@ def llm(device="cpu", quick=False, seed=0):
     peer.generation_config.eos_token_id = None
     ours = LLM(device=device, dtype="float32")
     config = ours.engine.model_config
-    work = random_workload(3 if quick else 16, 4 if quick else 8, 6 if quick else 40, config.vocab_size, seed)
+    work = random_workload(3 if quick else 16, 4 if quick else 8, 6 if quick else 24, config.vocab_size, seed)
     def generate(work): return [o.token_ids for o in ours.generate([ids for ids, _ in work], [p for _, p in work])]
     def static(size):
         for i in range(0, len(work), size):
