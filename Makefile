@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 # Two workers run the notebooks, one thread each; pytest runs alone, with two.
+# Idle OpenMP threads that spin starve their neighbours when several processes share the cores.
+export GOMP_SPINCOUNT ?= 5000
 QUICK := MINISGL_QUICK=1 TRITON_INTERPRET=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 WORKERS ?= 2
 
@@ -72,6 +74,7 @@ export: $(READY)
 
 html: $(READY)
 	@$(BIN)/jupyter nbconvert --log-level=WARN --to html --output-dir _book nbs/*.ipynb
+	@sed -i 's/\(href="[0-9a-z_]*\)\.ipynb"/\1.html"/g' _book/*.html
 	@echo "open _book/index.html"
 
 clean:

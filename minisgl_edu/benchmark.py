@@ -169,7 +169,7 @@ def table(
         lines.append(f"{r['workload']:28} {r['peer']:26} {r['tokens_per_s']:9.1f} {r['low']:7.1f}..{r['high']:<6.1f} {ratio:>8} {share:>12}")
     return "\n".join(lines)
 
-# %% ../nbs/26_benchmark.ipynb #2b6e95cc
+# %% ../nbs/26_benchmark.ipynb #b6e839b1
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
 )->int: # Exit code
@@ -183,9 +183,10 @@ def main(
     p.add_argument("--out", metavar="DIR", help="also keep the rows there, as benchmark.json")
     a = p.parse_args(argv)
     start = time.perf_counter()
-    rows = run_benchmark(a.model, a.device, a.quick, a.seed, say=lambda new: print(table(new), flush=True))
+    rows = run_benchmark(a.model, a.device, a.quick, a.seed, say=lambda new: print(f"done: {new[0]['workload']}", file=sys.stderr, flush=True))
     where = provenance(a.device, a.seed, a.quick)
-    print("\n" + table(rows))
+    print(table(rows))
+    if a.quick: print("A quick run: it shows that everything works; it has too few repetitions to compare speeds.")
     print(f"\n{where['device']} · {where['threads']} threads · torch {where['torch']} · transformers {where['transformers']} · {where['date']}")
     if a.out:
         save_record(dict(name="benchmark", chapter="26_benchmark", title="The engine against transformers", units={"tokens_per_s": "tokens/s"},

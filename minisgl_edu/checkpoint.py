@@ -34,7 +34,7 @@ def _read_json(
     if not isinstance(value, dict): raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
 
-# %% ../nbs/04_checkpoint.ipynb #776826f3
+# %% ../nbs/04_checkpoint.ipynb #3e180f30
 def _rope(
     raw:dict # config.json
 )->tuple[float, dict|None]: # (theta, scaling or None)
@@ -42,6 +42,9 @@ def _rope(
     params = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in ROPE_TYPES: raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if kind == "llama3" else ()
+    if missing := [n for n in numbers if not isinstance(params.get(n), (int, float))]: raise ValueError(f"rope type {kind!r} lacks {', '.join(missing)}")
+    if nested := [n for n, v in params.items() if isinstance(v, dict)]: raise ValueError(f"rope settings per layer type ({', '.join(nested)}) are not supported")
     theta = float(params.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     return theta, None if kind == "default" else {**params, "rope_type": kind}
 
@@ -98,7 +101,7 @@ def eos_token_ids(
     token_id = _token_id(path, content, tok_config) if content else None
     return tuple(sorted(ids if token_id is None else ids | {token_id}))
 
-# %% ../nbs/04_checkpoint.ipynb #52a3170d
+# %% ../nbs/04_checkpoint.ipynb #72427f61
 @dataclass(frozen=True)
 class ModelConfig:
     "What the engine needs to know about a model, under one set of names"
@@ -130,6 +133,8 @@ class ModelConfig:
         arch = _check_supported(raw)
         need = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [n for n in need if not isinstance(raw.get(n), int)]: raise ValueError(f"config lacks {', '.join(missing)}")
+        for n in (*need, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            if raw.get(n) is not None and (type(raw[n]) is not int or raw[n] < 1): raise ValueError(f"{n} must be a positive whole number, got {raw[n]!r}")
         hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
         kv_heads, (theta, scaling) = raw.get("num_key_value_heads") or heads, _rope(raw)
         if heads % kv_heads: raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
@@ -147,7 +152,7 @@ class ModelConfig:
         if not file.is_file(): raise FileNotFoundError(f"{path} is not a model directory: it has no config.json")
         raw = _read_json(file)
         try: return cls.from_dict(raw, eos_token_ids(path, raw))
-        except ValueError as e: raise ValueError(f"{file}: {e}") from None
+        except (ValueError, TypeError, AttributeError, KeyError) as e: raise ValueError(f"{file}: {e}") from None
 
 # %% ../nbs/04_checkpoint.ipynb #889be738
 def torch_dtype(

@@ -45,7 +45,7 @@ def check_number(
         raise RequestError(f"{name} must be {bound}, got {value!r}", name)
     return value
 
-# %% ../nbs/01_core.ipynb #3e2e9383
+# %% ../nbs/01_core.ipynb #22960444
 @dataclass(frozen=True)
 class SamplingParams:
     "How to choose the next tokens, and when to stop; checked when made"
@@ -71,6 +71,8 @@ class SamplingParams:
         stops = {str: (self.stop,), type(None): ()}.get(type(self.stop), self.stop)
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
             raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", "stop")
+        if len(stops) > 16 or any(len(s) > 1000 for s in stops):
+            raise RequestError(f"stop takes at most 16 strings of 1000 characters, got {len(stops)}, the longest of {max(map(len, stops))}", "stop")
         object.__setattr__(self, "stop", tuple(stops))
 
     @property

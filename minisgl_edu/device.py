@@ -78,7 +78,7 @@ def _work(inbox):
             event._finish()
             del item, fn, args, event # an idle thread must not keep the last step's tensors alive
 
-# %% ../nbs/02_device.ipynb #444b62fa
+# %% ../nbs/02_device.ipynb #6a6896a9
 class Stream:
     "Work that runs in the order of its submission, while whoever submitted it does something else"
     def __new__(cls, device="cpu", name=""):
@@ -94,6 +94,7 @@ class Stream:
         self._thread.start()
         self._end = weakref.finalize(self, self._inbox.put, None) # a forgotten stream ends its thread too
         self._end.atexit = False
+        self._pid = os.getpid()
 
     def submit(self,
         fn, # Called as `fn(*args)` on the stream, under inference mode; its result is dropped
@@ -101,6 +102,7 @@ class Stream:
     )->Event: # Done when `fn` is; its `synchronize` raises what `fn` raised
         "Queue one piece of work; later submissions run whether or not it fails"
         if not self._end.alive: raise RuntimeError(f"{self.name} is closed")
+        if self._pid != os.getpid(): raise RuntimeError(f"{self.name} belongs to process {self._pid}: a fork has no threads; make a new one here")
         event = Event()
         self._inbox.put((fn, args, event, torch.get_num_threads()))
         return event

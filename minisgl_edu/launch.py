@@ -132,7 +132,7 @@ def _brief_spinning():
     finally:
         if ours: del os.environ["GOMP_SPINCOUNT"]
 
-# %% ../nbs/24_launch.ipynb #eda30b24
+# %% ../nbs/24_launch.ipynb #5e4f47a4
 class Workers:
     "All worker processes of one server, and the channels between them"
     def __init__(self,
@@ -189,7 +189,7 @@ class Workers:
             try: w.control.send(ShutdownMsg())
             except OSError: pass
         started = [w.process for w in self.all if w.process.pid]
-        end = time.monotonic() + 0.5
+        end = time.monotonic() + 0.3
         for p in started: p.join(max(0, end - time.monotonic()))
         for p in started:
             if p.is_alive(): p.kill()
@@ -197,7 +197,7 @@ class Workers:
         for w in self.all: w.control.close()
         for c in (*self.to_tokenizers, self.to_scheduler, self.to_detokenizer, self.to_frontend): c.close()
 
-# %% ../nbs/24_launch.ipynb #ca00c5f3
+# %% ../nbs/24_launch.ipynb #58010806
 class _Http:
     "uvicorn in a thread, on a socket that listens already"
     def __init__(self,
@@ -206,7 +206,7 @@ class _Http:
         on_end               # Called without arguments when the thread ends
     ):
         import uvicorn
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on"))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", log_config=None))
         self.sock, self.on_end, self.ended = sock, on_end, False
         self.thread = threading.Thread(target=self._run, name="minisgl-http", daemon=True)
 
@@ -229,8 +229,8 @@ class _Http:
         "Take no more connections; let requests end, then end them"
         self.server.should_exit = True
         self.thread.join(seconds)
-        if self.thread.is_alive(): frontend.fail(reason); self.thread.join(0.7)
-        if self.thread.is_alive(): self.server.force_exit = True; self.thread.join(0.3)
+        if self.thread.is_alive(): frontend.fail(reason); self.thread.join(0.5)
+        if self.thread.is_alive(): self.server.force_exit = True; self.thread.join(0.2)
 
 # %% ../nbs/24_launch.ipynb #2987aea3
 class ServerHandle:
@@ -317,7 +317,7 @@ def start_server(
     if bad := sorted(set(options) - known): raise TypeError(f"start_server got unknown keyword(s) {', '.join(bad)}; it takes {', '.join(sorted(known))}")
     return ServerHandle(replace(config, **options) if config else ServerConfig(**options))
 
-# %% ../nbs/24_launch.ipynb #374549f2
+# %% ../nbs/24_launch.ipynb #5ece9c42
 class _Stop(BaseException):
     "Ctrl-C or SIGTERM"
 
@@ -344,6 +344,6 @@ def serve(
     return 1 if handle and handle.failure else 0
 
 def _greeting(handle)->str:
-    body = f'{{"model": "{handle.model_name}", "stream": true, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    body = f'{{"model": "{handle.model_name}", "stream": true, "temperature": 0, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     return (f"{handle.model_name} is served at {handle.url} (Ctrl-C ends it). Try:\n"
         f"  curl -N {handle.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'")

@@ -193,7 +193,7 @@ class TextIterator:
     def __enter__(self)->TextIterator: return self
     def __exit__(self, *exc): self.close()
 
-# %% ../nbs/20_llm.ipynb #9f14967f
+# %% ../nbs/20_llm.ipynb #15bee658
 class LLM:
     "A model to call. One thread at a time: a second one is refused, not queued"
     def __init__(self,
@@ -252,8 +252,8 @@ class LLM:
         with self._sessions.only_me():
             self._sessions.release(self._sessions.live.values())
             self._sessions.closed = True
-            self.scheduler.close()
-            self.engine.close()
+            try: self.scheduler.close()
+            finally: self.engine.close()
 
     def __enter__(self)->LLM: return self
     def __exit__(self, *exc): self.close()

@@ -24,7 +24,7 @@ from .engine import Engine
 from .resources import CacheManager, TableManager, make_prefix_cache
 from .prefill import PrefillManager
 
-# %% ../nbs/16_scheduler.ipynb #e24f2791
+# %% ../nbs/16_scheduler.ipynb #24cc93cf
 def check_request(
     engine:Engine,           # Its limits
     input_ids:Sequence[int], # Prompt tokens, as the client sent them
@@ -33,11 +33,11 @@ def check_request(
     "Refuse at the door what could never be served"
     ids = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
     vocab, longest, n = engine.model_config.vocab_size, engine.max_seq_len, len(ids)
-    bad = next((i for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab), None)
-    if bad is not None: raise RequestError(f"prompt token {bad} is {ids[bad]!r}; token ids are integers from 0 to {vocab - 1}", "prompt")
     if not n: raise RequestError("the prompt is empty; at least one token is needed", "prompt")
     if n > longest - 1:
         raise RequestError(f"the prompt has {n} tokens; the context holds {longest}, and at least one is for the answer", "prompt", "context_length_exceeded")
+    bad = next((i for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab), None)
+    if bad is not None: raise RequestError(f"prompt token {bad} is {ids[bad]!r}; token ids are integers from 0 to {vocab - 1}", "prompt")
     if params.max_tokens is None: params = replace(params, max_tokens=longest - n)
     if params.max_tokens > longest - n:
         raise RequestError(f"max_tokens is {params.max_tokens}; a prompt of {n} tokens leaves room for {longest - n} in a context of {longest}", "max_tokens")
@@ -220,7 +220,7 @@ def run_plan(
     tokens[a["write"]] = new
     plan.tokens = engine.to_host(new)
 
-# %% ../nbs/16_scheduler.ipynb #b2ad404d
+# %% ../nbs/16_scheduler.ipynb #962f87ad
 class Steps:
     "Schedule, launch, process: the three pieces of every loop, and the state they share"
     def __init__(self,
@@ -277,12 +277,14 @@ class Steps:
         try:
             plan.event.synchronize()
             tokens, error = plan.tokens.tolist(), None
-        except Exception as e: tokens, error = [None] * len(plan.batch), e
+        except BaseException as e:
+            if not plan.event.query(): raise  # not the step: an interrupt broke into the wait
+            tokens, error = [None] * len(plan.batch), e
         self.launched.popleft()
         for req, span, token in zip(plan.batch.reqs, plan.batch.spans, tokens):
             if req.finish_reason: continue  # ended while the step ran
             if error is not None:
-                self.ledger.end(req, "error", error=RequestError(f"the forward pass failed: {type(error).__name__}: {error}"))
+                self.ledger.end(req, "error", error=RequestError(f"the forward pass failed: {type(error).__name__}: {error}", code="forward_failed"))
             elif not span.is_chunk:
                 req.append_host(token)
                 reason = finish_reason(req, self._eos)

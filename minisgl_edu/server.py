@@ -202,7 +202,7 @@ def sampling_params(
     limit = newer if limit is None else limit
     return SamplingParams(max_tokens=default_max_tokens if limit is None else limit, **given)
 
-# %% ../nbs/23_server.ipynb #8bad33b5
+# %% ../nbs/23_server.ipynb #2c339a95
 def plain_messages(
     messages:list[dict] # As the client sent them
 )->list[dict]: # With a string as each `content`
@@ -216,9 +216,9 @@ def plain_messages(
         raise RequestError(f"messages[{i}].content must be a string, a list of text parts, or null", "messages")
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str): raise RequestError(f"messages[{i}].role must be a string, got {message.get('role')!r}", "messages")
-        for name in message.keys() - {"role", "content", "name"}:
+        for name in message.keys() - {"role", "content"}:
             if message[name] is not None: raise RequestError(f"messages[{i}].{name} is not supported", "messages")
-    return [{**m, "content": text_of(m.get("content"), i)} for i, m in enumerate(messages)]
+    return [{"role": m["role"], "content": text_of(m.get("content"), i)} for i, m in enumerate(messages)]
 
 def one_prompt(
     prompt:str|list # As the client sent it
@@ -228,7 +228,7 @@ def one_prompt(
     if len(prompt) == 1: return prompt[0]
     raise RequestError(f"prompt must be one text or one list of token ids, got a list of {len(prompt)}", "prompt")
 
-# %% ../nbs/23_server.ipynb #c498a40b
+# %% ../nbs/23_server.ipynb #eec4e8e6
 def sse(
     payload:dict|str # A JSON document, or the closing word
 )->bytes:
@@ -243,7 +243,8 @@ def error_body(
     code:str|None=None                # A machine-readable reason
 )->dict:
     "An OpenAI-style error document"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    def clean(text): return text and text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate is no UTF-8
+    return {"error": {"message": clean(message), "type": kind, "param": clean(param), "code": code}}
 
 # %% ../nbs/23_server.ipynb #c9f7f952
 def usage_of(
@@ -415,7 +416,7 @@ def check_model(
     if name in (None, "", info.model_name): return info.model_name
     raise HTTPException(404, detail=error_body(f"model {name!r} does not exist; this server has {info.model_name!r}", param="model", code="model_not_found"))
 
-# %% ../nbs/23_server.ipynb #6679f88f
+# %% ../nbs/23_server.ipynb #c35d786a
 def add_error_handlers(
     app:FastAPI # The app whose errors shall look like OpenAI's
 ):
@@ -428,6 +429,7 @@ def add_error_handlers(
         first = exc.errors()[0]
         where = ".".join(str(p) for p in first["loc"] if p != "body") or None
         if first["type"] == "json_invalid": where = None
+        if "json" not in request.headers.get("content-type", ""): first = {"msg": "send JSON, with the header Content-Type: application/json"}
         return JSONResponse(error_body(f"{where or 'body'}: {first['msg']}", param=where), 400)
 
     @app.exception_handler(ServiceUnavailable)

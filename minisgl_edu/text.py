@@ -70,15 +70,15 @@ def encode_chat(
     try: return list(tokenizer.apply_chat_template(checked, add_generation_prompt=True, tokenize=True, return_dict=False))
     except Exception as e: raise RequestError(f"the model's chat template refuses these messages: {e}", "messages") from None
 
-# %% ../nbs/19_text.ipynb #aa49fa8c
+# %% ../nbs/19_text.ipynb #1098b2c4
 def encode(
     tokenizer, # A transformers tokenizer; None is enough for token ids
     prompt:str|Sequence[int]|Sequence[dict] # Plain text, token ids, or chat messages
 )->list[int]: # Token ids
     "Token ids of a prompt in any of its three forms"
     if isinstance(prompt, (list, tuple)) and not any(isinstance(p, dict) for p in prompt):
-        bad = next((p for p in prompt if isinstance(p, bool) or not hasattr(p, "__index__")), None)
-        if bad is not None: raise RequestError(f"prompt must be text or a list of token ids, got {bad!r} in the list", "prompt")
+        for p in prompt:
+            if isinstance(p, bool) or not hasattr(p, "__index__"): raise RequestError(f"prompt must be text or a list of token ids, got {p!r} in the list", "prompt")
         return [int(p) for p in prompt]
     if tokenizer is None: raise RequestError("this model has no tokenizer; send token ids", "prompt")
     if isinstance(prompt, (list, tuple)): return encode_chat(tokenizer, prompt)

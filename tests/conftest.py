@@ -3,6 +3,7 @@ import os
 
 # Before torch and tokenizers start their threads; spawned workers inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # idle threads that spin starve the processes beside them
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")     # a test that needs the hub is a bug
 os.environ.setdefault("TRITON_INTERPRET", "1")   # frozen when triton is imported

@@ -38,10 +38,12 @@ def test_config_defaults():
     assert (c.num_kv_heads, c.head_dim, c.tie_embeddings, c.rope_theta, c.eos_token_ids) == (4, 8, False, 10000.0, (2,))
     assert ModelConfig.from_dict({**TINY, "head_dim": 16}).head_dim == 16
 
+NUMBERS = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
 @pytest.mark.parametrize("keys", [
-    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 32.0}},
-    {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 32.0}},
-    {"rope_parameters": {"rope_type": "llama3", "factor": 32.0, "rope_theta": 5e5}}])
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **NUMBERS}},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **NUMBERS}},
+    {"rope_parameters": {"rope_type": "llama3", **NUMBERS, "rope_theta": 5e5}}])
 def test_rope_is_read_in_every_spelling(keys):
     c = ModelConfig.from_dict({**TINY, **keys})
     assert c.rope_theta == 5e5 and c.rope_scaling["rope_type"] == "llama3" and c.rope_scaling["factor"] == 32.0
@@ -350,3 +352,16 @@ def test_resolve_model(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(FileNotFoundError, match="org/name.*no network") as e: resolve_model("org/name")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("change, word", [({"num_key_value_heads": "2"}, "num_key_value_heads"), ({"head_dim": 2.5}, "head_dim"), ({"max_position_embeddings": 0}, "max_position_embeddings"),
+                                          ({"rope_parameters": {"rope_type": "llama3"}}, "original_max_position_embeddings"), ({"rope_parameters": {"full_attention": {}}}, "full_attention"),
+                                          ({"rope_scaling": "x"}, ""), ({"architectures": 5}, "")])
+def test_odd_values_in_a_config_are_refused_by_file_and_name(tmp_path, change, word):
+    import json
+    from minisgl_edu.checkpoint import ModelConfig
+    raw = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=2, max_position_embeddings=64)
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=word) as e: ModelConfig.from_dir(tmp_path)
+    assert "config.json" in str(e.value)

@@ -144,3 +144,10 @@ def test_random_workload_is_seeded_and_in_range():
 def test_the_examples_differ_and_name_themselves():
     assert len({e.name for e in EXAMPLES}) == len(EXAMPLES) >= 3 and {e.chat for e in EXAMPLES} == {True, False}
     assert PolicyView(1, 2, 3, 4).num_waiting == 1
+
+
+def test_stop_strings_are_bounded():
+    from minisgl_edu.core import RequestError, SamplingParams
+    SamplingParams(stop=["x"] * 16)
+    for stops in (["x"] * 17, ["y" * 1001]):
+        with pytest.raises(RequestError, match="16 strings of 1000"): SamplingParams(stop=stops)

@@ -192,3 +192,12 @@ def test_an_error_travels_as_plain_data():
     assert tuple(refused) == ("max_tokens is 9, room is 5", "max_tokens", "invalid_request")
     assert ErrorInfo.of(RequestError("too long", "prompt", "context_length_exceeded")).code == "context_length_exceeded"
     assert ErrorInfo.of(KeyError("x")) == ErrorInfo("KeyError: 'x'", None, "internal_error")
+
+
+def test_a_message_that_cannot_travel_fails_in_its_sender():
+    from minisgl_edu.messages import Channel
+    channel = Channel()
+    with pytest.raises(Exception, match="pickle|lambda"): channel.send([lambda: None])
+    channel.send(["fine"])
+    assert channel.recv(timeout=10) == ["fine"]
+    channel.close()

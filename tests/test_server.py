@@ -252,3 +252,16 @@ def test_ten_thousand_deliveries_reach_their_sessions_in_order():
             if k % 7 == 0: await asyncio.sleep(0)
         assert await asyncio.gather(*tasks) == [list(range(100))] * 100
     asyncio.run(go())
+
+
+def test_what_a_message_may_not_carry_is_refused_before_it_travels():
+    deep = []
+    for _ in range(500): deep = [deep]
+    for extra in ({"name": deep}, {"name": "bob"}, {"\ud800": 1}):
+        r = Engine().post(CHAT, raw=json.dumps({"messages": [{"role": "user", "content": "hi", **extra}]}).encode())
+        assert r.status_code == 400 and r.json()["error"]["message"]
+
+
+def test_a_failed_forward_pass_is_our_fault():
+    r = Engine(error=ErrorInfo("the forward pass failed: boom", None, "forward_failed")).post(CHAT, messages=HI)
+    assert r.status_code == 500
