@@ -23,7 +23,7 @@ class Flag(NamedTuple):
     help: str
     value: Any = True            # What a switch sets
 
-# %% ../nbs/27_cli.ipynb #ca3db573
+# %% ../nbs/27_cli.ipynb #6d67c50f
 ENGINE_FLAGS = [
     Flag("model", ("--model", "--model-path"), str, "directory or hub id; left out, SmolLM2-135M-Instruct, fetched once"),
     Flag("dtype", ("--dtype",), str, "auto, float32, bfloat16, float16 or float64"),
@@ -34,17 +34,19 @@ ENGINE_FLAGS = [
     Flag("memory_ratio", ("--memory-ratio",), float, "GPU: share of free memory for weights and KV together"),
     Flag("max_running_requests", ("--max-running-requests", "--max-running-req"), int, "requests that hold KV at once"),
     Flag("max_seq_len", ("--max-seq-len", "--max-seq-len-override"), int, "prompt plus output tokens at most"),
-    Flag("max_prefill_length", ("--max-prefill-length", "--max-extend-length"), int, "prompt tokens per step"),
+    Flag("max_prefill_length", ("--max-prefill-length", "--max-extend-length"), int, "prompt tokens per step; longer prompts run in chunks"),
     Flag("attention_backend", ("--attention-backend", "--attn"), str, "auto or torch"),
-    Flag("cache", ("--cache", "--cache-type"), str, "prefix cache: auto or naive"),
-    Flag("policy", ("--policy",), str, "what runs next; so far only prefill-first"),
-    Flag("admission", ("--admission",), str, "when a request may start: reserve"),
+    Flag("cache", ("--cache", "--cache-type"), str, "prefix cache: radix (kept prefixes) or naive (none)"),
+    Flag("policy", ("--policy",), str, "what runs next: prefill-first, decode-first or mixed"),
+    Flag("admission", ("--admission",), str, "when a request may start: reserve (its whole output fits) or optimistic (its prompt does)"),
     Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs", "--graph"), int, "largest captured batch; so far only 0"),
-    Flag("disable_overlap", ("--disable-overlap",), None, "the plain loop: schedule, launch, wait, process; so far the only one"),
+    Flag("disable_overlap", ("--disable-overlap",), None, "the plain loop: schedule, launch, wait, process"),
+    Flag("disable_overlap", ("--enable-overlap",), None, "the overlapped loop; the default on a GPU", False),
+    Flag("extra_sync", ("--extra-sync",), None, "for debugging: overlap, but wait for each step when it is launched"),
     Flag("dummy_weights", ("--dummy-weights", "--dummy-weight"), None, "random weights: for speed, not for text"),
 ]
 
-# %% ../nbs/27_cli.ipynb #2d20a863
+# %% ../nbs/27_cli.ipynb #236a32f8
 SERVER_FLAGS = [
     Flag("host", ("--host",), str, "address to listen on"),
     Flag("port", ("--port",), int, "port, 1919 if left out; 0 takes a free one"),
@@ -54,7 +56,7 @@ SERVER_FLAGS = [
     Flag("tp", ("--tp", "--tp-size", "--tensor-parallel-size"), int, "ranks that share the model"),
 ]
 # Flags of the design whose chapter is still to come: refused by name, not as a typing error.
-LATER = ("--extra-sync", "--api-key", "--max-waiting", "--request-timeout", "--watchdog-seconds")
+LATER = ("--api-key", "--max-waiting", "--request-timeout", "--watchdog-seconds")
 
 # %% ../nbs/27_cli.ipynb #e80a2d0e
 def add_flags(

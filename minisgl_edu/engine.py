@@ -14,12 +14,12 @@ import torch
 # %% auto #0
 __all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'PoolPlan', 'plan_pool', 'Engine', 'make_context', 'StaticBatch']
 
-# %% ../nbs/13_engine.ipynb #aa5142e3
+# %% ../nbs/13_engine.ipynb #bb3c8a81
 from .core import Batch, ForwardContext, Req, SamplingParams, check_number
-from .device import Stream, memory_free, pick_device
+from .device import Stream, memory_free, pick_device, weight_bytes
 from .distributed import TPGroup, single
 from .checkpoint import ModelConfig, dummy_weights, load_weights, resolve_model, torch_dtype
-from .layers import TorchOps
+from .layers import PackedOps, TorchOps, can_pack
 from .models import create_model
 from .kvcache import KVPool, create_page_table, page_bytes, pages_needed, pages_that_fit
 from .attention import make_backend
@@ -53,7 +53,7 @@ def _one_of(
     why = "comes with a later chapter" if value in later else "does not exist"
     raise ValueError(f"{name}={value!r} {why}; use one of {', '.join(map(repr, allowed))}")
 
-# %% ../nbs/13_engine.ipynb #ea8471bb
+# %% ../nbs/13_engine.ipynb #8290cc7f
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -66,12 +66,13 @@ class EngineConfig:
     memory_ratio: float = 0.9          # GPU only: share of the free memory that weights and KV pool take together
     max_running_requests: int = 64     # Rows of the page table: requests that hold KV at once
     max_seq_len: int|None = None       # Prompt plus output (tokens) at most; None is the model's own limit
-    attention_backend: Any = "auto"    # "auto", "torch", or a class made as `Backend(config, pool, page_table)`
-    cache: Any = "auto"                # "auto" or "naive": keeps nothing once a request has ended; or called as `cache(num_pages, page_size)`
-    max_prefill_length: int = 2048     # Prompt tokens per step
-    policy: Any = "prefill-first"      # What runs next; or an object with `order(view)`
-    admission: str = "reserve"         # A request starts when the pages of its whole output fit
-    disable_overlap: bool|None = None  # None or True: schedule, wait, process
+    attention_backend: Any = "auto"    # "auto" (torch), "torch", "triton" (its ops too), or a class made as `Backend(config, pool, page_table)`
+    cache: Any = "auto"                # "auto" or "radix": prefixes stay after their request; "naive": nothing does; or called as `cache(num_pages, page_size)`
+    max_prefill_length: int = 2048     # Prompt tokens per step; a longer prompt is computed in chunks
+    policy: Any = "prefill-first"      # What runs next: "prefill-first", "decode-first", "mixed", or an object with `order(view)`
+    admission: str = "reserve"         # A request starts when its whole output fits; "optimistic": when its prompt does, and the youngest is pushed back when pages run out
+    disable_overlap: bool|None = None  # True: schedule, wait, process; False: schedule while the device works; None: overlap on a GPU only
+    extra_sync: bool = False           # For debugging: overlap, but wait for every step as soon as it is launched
     cuda_graph_max_bs: int|None = None # None or 0: no CUDA graphs
     dummy_weights: bool = False        # Random weights: for speed, not for text
     seed: int = 0                      # Of the random weights
@@ -85,11 +86,12 @@ class EngineConfig:
         check_number("memory_ratio", self.memory_ratio, 0, 1, open_low=True)
         check_number("seed", self.seed, 0, whole=True)
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
-        if not callable(self.attention_backend): _one_of("attention_backend", self.attention_backend, ("auto", "torch"), ("triton",))
-        if not callable(self.cache): _one_of("cache", self.cache, ("auto", "naive"), ("radix",))
-        if not hasattr(self.policy, "order"): _one_of("policy", self.policy, ("prefill-first",), ("decode-first", "mixed"))
-        _one_of("admission", self.admission, ("reserve",), ("optimistic", "retract"))
-        _one_of("disable_overlap", self.disable_overlap, (None, True), (False,))
+        if not callable(self.attention_backend): _one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
+        if not callable(self.cache): _one_of("cache", self.cache, ("auto", "radix", "naive"))
+        if not hasattr(self.policy, "order"): _one_of("policy", self.policy, ("prefill-first", "decode-first", "mixed"))
+        _one_of("admission", self.admission, ("reserve", "optimistic"))
+        _one_of("disable_overlap", self.disable_overlap, (None, False, True))
+        _one_of("extra_sync", self.extra_sync, (False, True))
         _one_of("dummy_weights", self.dummy_weights, (False, True))
         if self.cuda_graph_max_bs is not None and check_number("cuda_graph_max_bs", self.cuda_graph_max_bs, 0, whole=True):
             raise ValueError(f"cuda_graph_max_bs={self.cuda_graph_max_bs}: CUDA graphs come with a later chapter; use 0")
@@ -135,7 +137,7 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #c2b83039
+# %% ../nbs/13_engine.ipynb #26361db4
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -157,7 +159,8 @@ class Engine:
     def _load(self):
         "On the stream: weights first, then as many pages as still fit"
         start, before = time.perf_counter(), memory_free(self.device)
-        self.model = create_model(self.model_config, TorchOps(), None, self.tp)
+        ops, backend = self._parts(before > 4 * weight_bytes(self.model_config, self.dtype)) # weights, packed copy, KV pool
+        self.model = create_model(self.model_config, ops, None, self.tp)
         if self.config.dummy_weights: dummy_weights(self.model, self.device, self.dtype, self.config.seed)
         else: load_weights(self.model, self.model_dir, self.device, self.dtype)
         plan = self._plan(before)
@@ -166,9 +169,19 @@ class Engine:
         mc, heads = self.model_config, self.model_config.num_kv_heads // self.tp.size
         self.pool = KVPool(mc.num_layers, plan.num_pages, self.page_size, heads, mc.head_dim, self.device, self.dtype)
         self.page_table = create_page_table(self.config.max_running_requests + 1, self.max_seq_len, self.device)
-        self.backend = make_backend(self.config.attention_backend, mc, self.pool, self.page_table)
+        self.backend = make_backend(backend, mc, self.pool, self.page_table)
         self.model.attention = self.backend
         self.load_seconds = time.perf_counter() - start
+
+    def _parts(self,
+        spare:bool # Is there memory for a packed copy of the weights?
+    )->tuple: # Ops, and an attention backend's name or class
+        "The arithmetic that the config and the device ask for"
+        if self.config.attention_backend == "triton":
+            try: from minisgl_edu.kernels import TritonAttention, TritonOps
+            except ModuleNotFoundError as e: raise ValueError(f"attention_backend='triton' needs the package {e.name}, which has Linux wheels only") from None
+            return TritonOps(), TritonAttention
+        return PackedOps() if spare and can_pack(self.device, self.dtype) else TorchOps(), self.config.attention_backend
 
     def _plan(self,
         free_before:int # Bytes free before loading

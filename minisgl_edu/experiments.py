@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -711,6 +711,149 @@ def attention(device="cpu", quick=False, seed=0):
         for n in contexts: row("decode", batch, n, [(n - 1, n)] * batch, *paged_decode_case([n] * batch, 30, device), 3 if quick else 7)
     return rows
 
+# %% ../nbs/09_kernels.ipynb #d2950a6d
+def walk_counts(batch, length, q_heads, kv_heads, dim, num_sms=132):
+    "Bytes that each step of the walk moves, and bytes it has under way, in bfloat16"
+    from minisgl_edu.kernels import num_kv_splits
+    token, group = 4 * dim, q_heads // kv_heads # a token's keys and values for one KV head
+    once, splits = batch * length * kv_heads * token, num_kv_splits(batch, kv_heads, length, num_sms)
+    parts = 2 * splits * batch * q_heads * (dim + 1) * 4 if splits > 1 else 0 # written once, read once
+    return {"naive": (once * group, batch * q_heads * token), "tiles": (once * group, batch * q_heads * 64 * token),
+            "grouped": (once, batch * kv_heads * 64 * token), "split": (once + parts, batch * kv_heads * splits * 64 * token)}
+
+def walk_runners(device, batch, length, q_heads, kv_heads, dim):
+    "Each step of the walk as a function to time, and PyTorch's attention over dense keys"
+    import torch
+    from minisgl_edu import kernels as K
+    half = dict(device=device, dtype=torch.bfloat16)
+    q, kv = torch.randn(batch, q_heads, dim, **half), torch.randn(batch * length, 2, kv_heads, dim, **half)
+    pages = torch.randperm(batch * length // 16, device=device).int() * 16
+    table = (pages[:, None] + torch.arange(16, device=device, dtype=torch.int32)).view(batch, length).contiguous()
+    rows, lens = torch.arange(batch, device=device), torch.full((batch,), length, device=device, dtype=torch.int32)
+    args = (q, kv[:, 0], kv[:, 1], table, rows, lens)
+    splits = K.num_kv_splits(batch, kv_heads, length, torch.cuda.get_device_properties(device).multi_processor_count)
+    dense = kv.view(batch, length, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return {"naive": lambda: K.naive_decode(*args), "tiles": lambda: K.naive_decode(*args, block_n=64),
+            "grouped": lambda: K.decode_attention(*args), "split": lambda: K.decode_attention(*args, num_splits=splits),
+            "torch, dense": lambda: sdpa(q[:, :, None], *dense, enable_gqa=True)}
+
+def small_kernel_runners(device, rows, hidden, inner, q_heads, kv_heads, dim):
+    "The other kernels as (function to time, bytes, FLOPs); extend is one request of half as many new tokens"
+    import torch
+    from minisgl_edu import kernels as K
+    half = dict(device=device, dtype=torch.bfloat16)
+    x, gate_up, weight = torch.randn(rows, hidden, **half), torch.randn(rows, 2 * inner, **half), torch.ones(hidden, **half)
+    q, cos_sin = torch.randn(rows, q_heads, dim, **half), torch.randn(rows, 2 * dim, **half)
+    k, v = torch.randn(2, rows, kv_heads, dim, **half).unbind(0)
+    pool, slots = torch.empty(rows, 2, kv_heads, dim, **half), torch.randperm(rows, device=device)
+    pool.normal_()
+    new, at = rows // 2, lambda n: torch.tensor([n], device=device, dtype=torch.int32)
+    table, heads = slots.int()[None], (2 * q_heads + 2 * kv_heads) * dim
+    extend = lambda: K.extend_attention(q[:new], pool[:, 0], pool[:, 1], table, at(0), starts, starts, lens, new)
+    starts, lens = at(0), at(new)
+    return {"store_kv": (lambda: K.store_kv(k, v, pool[:, 0], pool[:, 1], slots), 8 * k.numel(), 0),
+            "rms_norm": (lambda: K.rms_norm(x, weight, 1e-5), 4 * x.numel(), 0),
+            "add_rms_norm": (lambda: K.add_rms_norm(x, x, weight, 1e-5), 8 * x.numel(), 0),
+            "rope": (lambda: K.rope(q, k, cos_sin), 2 * rows * (heads + dim), 0),
+            "silu_mul": (lambda: K.silu_mul(gate_up), 6 * rows * inner, 0),
+            "extend": (extend, 2 * new * heads, 2 * new * (new + 1) * q_heads * dim)}
+
+# %% ../nbs/09_kernels.ipynb #1b83bad7
+@experiment("09_kernels", title="What each step of the walk moves, and how long it takes",
+            units=dict(moved="bytes", in_flight="bytes", predicted_ms="ms, H200 by published bandwidth and Little's law"))
+def kernel_walk(device="cpu", quick=False, seed=0):
+    "Counted everywhere, timed on CUDA: the walk of decode attention, then every other kernel"
+    import torch
+    from minisgl_edu.device import measure_ceilings
+    shapes = {"Llama-3-8B": (4096, 14336, 32, 8, 128), "Qwen3-0.6B": (1024, 3072, 16, 8, 128)}
+    rows, cuda = [], torch.device(device).type == "cuda"
+    if cuda:
+        from triton.testing import do_bench
+        best = measure_ceilings(device, torch.bfloat16, quick)
+        ceilings = dict(copy_gb_s=best.copy_gb_s, matmul_tflop_s=best.matmul_tflop_s)
+        time_ms = lambda fn: do_bench(fn, warmup=5, rep=20 if quick else 50, return_mode="median")
+    batches, lengths = ((1, 32), (4096,)) if quick or not cuda else ((1, 8, 32, 128, 256), (128, 1024, 4096, 32768))
+    for model, (hidden, inner, q_heads, kv_heads, dim) in shapes.items():
+        for batch, length in ((b, n) for b in batches for n in lengths if b * n <= 2**20):
+            counts = walk_counts(batch, length, q_heads, kv_heads, dim)
+            runners = walk_runners(device, batch, length, q_heads, kv_heads, dim) if cuda else {}
+            for step in counts | runners:
+                moved, in_flight = counts.get(step, (counts["grouped"][0], None))
+                row = dict(model=model, kernel="decode", step=step, batch=batch, length=length, moved=moved, in_flight=in_flight,
+                           predicted_ms=moved / min(4800, in_flight / 0.7e3) / 1e6 if in_flight else None)
+                if cuda:
+                    ms = time_ms(runners[step])
+                    row |= dict(ms=ms, gb_s=counts["grouped"][0] / ms / 1e6, **ceilings) # what is needed, over the time it took
+                rows.append(row)
+        if not cuda: continue
+        for name, (fn, moved, flops) in small_kernel_runners(device, 8192, hidden, inner, q_heads, kv_heads, dim).items():
+            ms = time_ms(fn)
+            rows.append(dict(model=model, kernel=name, step=None, batch=None, length=8192, moved=moved, in_flight=None, predicted_ms=None,
+                             ms=ms, gb_s=moved / ms / 1e6, tflop_s=flops / ms / 1e9, **ceilings))
+    return rows
+
+# %% ../nbs/10_radix.ipynb #2c1a2abb
+@experiment("10_radix", title="Time to first token, by cached share of the prompt",
+            units={"prefill_ms": "ms", "roofline_ms": "ms", "match_us_per_1k": "us", "insert_us": "us", "evict_us": "us"})
+def radix(device="cpu", quick=False, seed=0):
+    "Prefill of a prompt that is partly cached, and the price of the tree"
+    import random, statistics, time
+    import torch
+    from minisgl_edu.attention import TorchAttention
+    from minisgl_edu.checkpoint import ModelConfig, default_model, dummy_weights, load_weights, torch_dtype
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.device import measure_ceilings, pick_device, roofline_ms, step_costs
+    from minisgl_edu.kvcache import KVPool, create_page_table
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import create_model
+    from minisgl_edu.radix import RadixCache
+    n, rounds = (128, 1) if quick else (512, 3)
+    rng, dev, config = random.Random(seed), pick_device(device), ModelConfig.from_dir(default_model())
+    dtype = torch_dtype("auto", dev, config)
+    pool, table = KVPool(config.num_layers, n // 16, 16, config.num_kv_heads, config.head_dim, dev, dtype), create_page_table(1, n, dev)
+    table[0] = torch.arange(n)
+    model = create_model(config, TorchOps(), TorchAttention(config, pool, table))
+    if device == "cuda": dummy_weights(model, dev, dtype)
+    else: load_weights(model, default_model(), dev, dtype)
+    ids = torch.tensor([rng.randrange(config.vocab_size) for _ in range(n)], device=dev)
+    at, zero = torch.arange(n, device=dev), torch.zeros(1, dtype=torch.int64, device=dev)
+    @torch.inference_mode()
+    def prefill_ms(cached):
+        "The last n - cached tokens of the prompt; the others' KV is in the pool"
+        start = time.perf_counter()
+        ctx = ForwardContext("prefill", [cached], [n], zero, ids[cached:], at[cached:], at[cached:], zero + n - cached - 1)
+        model.attention.prepare(ctx)
+        model(ctx).argmax(-1).cpu()
+        return (time.perf_counter() - start) * 1e3
+    prefill_ms(0)  # all of it is stored now
+    ceilings, rows, shares = measure_ceilings(device, dtype, quick), [], [0, 0.25, 0.5, 0.75, 0.9375]
+    times = {share: [] for share in shares}
+    for _ in range(rounds):
+        for share in shares: times[share].append(prefill_ms(int(share * n)))
+    for share, ms in times.items():
+        roof = roofline_ms(step_costs(config, [(int(share * n), n)], dtype), ceilings)
+        rows.append(dict(cached=int(share * n), prompt=n, computed=n - int(share * n), prefill_ms=statistics.median(ms),
+            low=min(ms), high=max(ms), roofline_ms=roof, repeats=rounds, dtype=str(dtype)))
+    count = 1000 if quick else 10000
+    tree, fresh, spent = RadixCache(10 * count + 8192, 1), iter(range(10**9)), []
+    def put(ids):
+        known = tree.match_prefix(ids).pages
+        pages = known + [next(fresh) for _ in range(len(ids) - len(known))]
+        start = time.perf_counter(); tree.insert(ids, pages); spent.append(time.perf_counter() - start)
+    stems = [[rng.randrange(50000) for _ in range(40)] for _ in range(count // 50)]
+    for i in range(count): put(stems[i % len(stems)] + [i, *(rng.randrange(50000) for _ in range(8))])
+    insert_us = statistics.fmean(spent) * 1e6
+    long = [rng.randrange(50000) for _ in range(8192)]
+    for end in range(512, 8193, 512): put(long[:end])
+    def per_call(fn, times):
+        start = time.perf_counter()
+        for _ in range(times): fn()
+        return (time.perf_counter() - start) * 1e6 / times
+    match_us = per_call(lambda: tree.match_prefix(long), 20) / 8.192
+    size = dict(nodes=len(tree.nodes()), tokens=tree.evictable_pages)
+    return rows + [dict(**size, match_us_per_1k=match_us, insert_us=insert_us, evict_us=per_call(lambda: tree.evict(1), count))]
+
 # %% ../nbs/11_sampling.ipynb #08732a00
 def language_like_logits(batch, vocab, device="cpu", seed=0):
     "Rows of scores whose probabilities fall like rank ** -1.5, the ranks shuffled"
@@ -770,7 +913,7 @@ def sampling(device="cpu", quick=False, seed=0):
         rows += [dict(batch=batch, name=name, median_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=predicted.get(name)) for name, t in times.items()]
     return rows
 
-# %% ../nbs/13_engine.ipynb #56ab252c
+# %% ../nbs/13_engine.ipynb #59234933
 @experiment("13_engine", title="Decode speed by batch size", units={"step_ms": "ms", "low_ms": "ms", "high_ms": "ms", "linear_ms": "ms", "roofline_ms": "ms"})
 def engine(device="cpu", quick=False, seed=0):
     "One decode step of a static batch, by batch size: the engine, its bare linear layers, and the roofline"
@@ -784,7 +927,7 @@ def engine(device="cpu", quick=False, seed=0):
     weights = [p for p in eng.model.parameters() if p.dim() == 2] # the tied embedding is the head: one matrix, used once
     def linears(b):
         xs = {n: torch.zeros(b, n, device=eng.device, dtype=eng.dtype) for n in {w.shape[1] for w in weights}}
-        for w in weights: torch.nn.functional.linear(xs[w.shape[1]], w)
+        for w in weights: eng.model.head.ops.linear(xs[w.shape[1]], w) # packed or not, as the engine does it
     def timed(fn):
         start = time.perf_counter(); fn(); return (time.perf_counter() - start) * 1e3
     times = {(b, what): [] for b in sizes for what in ("step", "linear")}
@@ -838,7 +981,7 @@ def resources(device="cpu", quick=False, seed=0):
     return [dict(step=i, in_use=good[i], leaky=leaky[i] if i < len(leaky) else None) for i in range(0, steps, 5)] + [
         dict(step=steps, in_use=good_left, leaky=leaky_left, drained=True, mean=sum(good[200:]) / len(good[200:]), dry_at=len(leaky) if len(leaky) < steps else None)]
 
-# %% ../nbs/15_prefill.ipynb #6c97c6a5
+# %% ../nbs/15_prefill.ipynb #2fef9fc2
 @experiment("15_prefill", title="Step length and time to first token, by token budget",
             units={"longest_ms": "ms", "longest_roofline_ms": "ms", "mean_ttft_ms": "ms", "mean_ttft_roofline_ms": "ms", "all_ms": "ms", "all_roofline_ms": "ms"})
 def prefill(device="cpu", quick=False, seed=0):
@@ -863,9 +1006,10 @@ def prefill(device="cpu", quick=False, seed=0):
         queue, steps, start = PrefillManager(CacheManager(eng.num_pages, 16, NaivePrefixCache()), table, budget), [], time.perf_counter()
         for uid, ids in enumerate(prompts): queue.add(Req(uid, ids, SamplingParams(temperature=0.0, max_tokens=1)))
         while batch := queue.schedule([]):
-            for r in batch.reqs: table.assign(r, queue.cache.allocate(-(-r.device_len // 16)))
+            for r in batch.reqs: table.assign(r, queue.cache.allocate(-(-r.device_len // 16) - len(r.pages)))
             begin = time.perf_counter()
             eng.stream.submit(run, batch).synchronize()
+            for r in batch.reqs: r.complete_one()
             steps.append((batch.spans, (time.perf_counter() - begin) * 1e3, (time.perf_counter() - start) * 1e3))
         return steps
     all_prompts(2048)  # warm up
@@ -873,13 +1017,14 @@ def prefill(device="cpu", quick=False, seed=0):
     for _ in range(1 if quick else 2 if device == "cpu" else 5):
         for b in budgets: rounds[b].append(all_prompts(b))
     ceilings, rows = measure_ceilings(device, eng.dtype, quick), []
+    def ends(spans): return sum(not s.is_chunk for s in spans)
     for b, runs in rounds.items():
         spans = [s for s, _, _ in runs[0]]
         roof = [roofline_ms(step_costs(eng.model_config, [(s.cached_len, s.device_len) for s in step], eng.dtype), ceilings) for step in spans]
         over = lambda of: statistics.median(of(r) for r in runs)
-        rows.append(dict(budget=b, steps=len(spans), fullest=max(sum(s.device_len for s in step) for step in spans), prompts=count, repeats=len(runs), dtype=str(eng.dtype),
+        rows.append(dict(budget=b, steps=len(spans), fullest=max(sum(s.device_len - s.cached_len for s in step) for step in spans), prompts=count, repeats=len(runs), dtype=str(eng.dtype),
             longest_ms=over(lambda r: max(ms for _, ms, _ in r)), longest_roofline_ms=max(roof), all_ms=over(lambda r: r[-1][2]), all_roofline_ms=sum(roof),
-            mean_ttft_ms=over(lambda r: sum(len(s) * end for s, _, end in r) / count), mean_ttft_roofline_ms=sum(len(s) * sum(roof[:i + 1]) for i, s in enumerate(spans)) / count))
+            mean_ttft_ms=over(lambda r: sum(ends(s) * end for s, _, end in r) / count), mean_ttft_roofline_ms=sum(ends(s) * sum(roof[:i + 1]) for i, s in enumerate(spans)) / count))
     eng.close()
     return rows
 
@@ -922,6 +1067,59 @@ def scheduler(device="cpu", quick=False, seed=0):
         out.append(dict(mode=mode, requests=num, rows=rows, tokens=tokens, prefill_steps=len(ran) - len(decode), decode_steps=len(decode), longest=longest,
             idle=1 - (tokens - num) / (rows * len(decode)), seconds=statistics.median(times[mode]), low=min(times[mode]), high=max(times[mode]), roofline_s=roof, dtype=str(eng.dtype)))
     return out
+
+# %% ../nbs/17_overlap.ipynb #eb58dd79
+@experiment("17_overlap", title="Step time of both loops", units={"plain_ms": "ms", "overlapped_ms": "ms", "host_ms": "ms", "device_ms": "ms"})
+def overlap(device="cpu", quick=False, seed=0):
+    "Decode steps in the plain and the overlapped loop: the real model, and a device that sleeps"
+    import random, statistics, tempfile, time, torch
+    from minisgl_edu.checkpoint import save_random_model
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.overlap import OverlapScheduler
+    from minisgl_edu.scheduler import Scheduler
+    def running(kind, engine, batch, steps):
+        "A scheduler whose requests all decode, and the vocabulary's random prompts"
+        rng, s = random.Random(seed), kind(engine)
+        for uid in range(batch):
+            s.add(uid, [rng.randrange(3, engine.model_config.vocab_size) for _ in range(16)], SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True))
+        while s.stats()["decode_steps"] < 3: s.step()
+        return s
+    def step_ms(kind, engine, batch, steps):
+        s, times = running(kind, engine, batch, steps + 8), []
+        for _ in range(steps):
+            start = time.perf_counter(); s.step(); times.append((time.perf_counter() - start) * 1e3)
+        s.close()
+        return statistics.median(times)
+    def host_ms(engine, batch, steps):
+        "Schedule, launch and process, without the wait between them"
+        s, times = running(Scheduler, engine, batch, steps + 8), []
+        for _ in range(steps):
+            start = time.perf_counter(); plan = s._schedule(); event = s._launch(plan); mid = time.perf_counter()
+            event.synchronize()
+            again = time.perf_counter(); s._process(plan); times.append((mid - start + time.perf_counter() - again) * 1e3)
+        s.close()
+        return statistics.median(times)
+    def row(name, engine, batch, steps, rounds, **info):
+        host, both = host_ms(engine, batch, steps), {Scheduler: [], OverlapScheduler: []}
+        for _ in range(rounds):
+            for kind, ms in both.items(): ms.append(step_ms(kind, engine, batch, steps))
+        return dict(machine=name, batch=batch, steps=steps, repeats=rounds, host_ms=host, plain_ms=statistics.median(both[Scheduler]),
+            overlapped_ms=statistics.median(both[OverlapScheduler]), **info)
+    rows, rounds = [], 1 if quick else 3
+    with tempfile.TemporaryDirectory() as path:
+        save_random_model(path, dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2))
+        eng = Engine(EngineConfig(model=path, device="cpu", num_pages=64 * 8))
+        for ms in ([2, 5] if quick else [0.5, 1, 2, 5, 10, 20]):
+            def sleeps(ctx, args, ms=ms): time.sleep(ms / 1e3); return torch.zeros(len(ctx.device_lens), dtype=torch.int64)
+            eng.forward_batch = sleeps
+            rows.append(row("sleeps", eng, 64, 20 if quick else 60, rounds, device_ms=ms))
+        eng.close()
+    eng = Engine(EngineConfig(device=device, dummy_weights=device == "cuda", max_seq_len=128))
+    rows.append(row("real", eng, 16, 6 if quick else 24, rounds, dtype=str(eng.dtype)))
+    eng.close()
+    return rows
 
 # %% ../nbs/19_text.ipynb #da41201b
 @experiment("19_text", title="Cost of turning tokens into text, by length of the answer", units={"total_ms": "ms", "low_ms": "ms", "high_ms": "ms", "num_tokens": "tokens"})

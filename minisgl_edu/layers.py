@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 # %% auto #0
-__all__ = ['default_inv_freq', 'llama3_inv_freq', 'rope_inv_freq', 'rope_table', 'rope_rows', 'TorchOps', 'Layer', 'RMSNorm',
-           'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
+__all__ = ['default_inv_freq', 'llama3_inv_freq', 'rope_inv_freq', 'rope_table', 'rope_rows', 'TorchOps', 'can_pack', 'PackedOps',
+           'Layer', 'RMSNorm', 'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
 
 # %% ../nbs/05_layers.ipynb #6b0d4f31
 from .core import Ops
@@ -94,6 +94,28 @@ class TorchOps:
     def silu_mul(self, gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+# %% ../nbs/05_layers.ipynb #29a0b52e
+def can_pack(
+    device:torch.device, # Where the weights are
+    dtype:torch.dtype    # Of the weights
+)->bool:
+    "Does this build of PyTorch have MKL's packed products, and are these weights for them?"
+    mkl = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
+    return mkl and torch.device(device).type == "cpu" and dtype == torch.float32
+
+# %% ../nbs/05_layers.ipynb #3e68a4d0
+class PackedOps(TorchOps):
+    "`TorchOps` that multiplies a few tokens by a packed copy of the weight; weights must not change after their first use"
+    few, packed_for = range(3, 65), 32 # tokens that take this path; the number MKL is told when it packs
+
+    def __init__(self): self._packed = {} # id(weight) -> (weight, its copy): holding the weight keeps its id from being reused
+
+    def linear(self, x, weight, bias=None):
+        if len(x) not in self.few: return F.linear(x, weight, bias)
+        if id(weight) not in self._packed:
+            self._packed[id(weight)] = weight, torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), self.packed_for)
+        return torch.ops.mkl._mkl_linear(x, self._packed[id(weight)][1], weight, bias, len(x))
 
 # %% ../nbs/05_layers.ipynb #207639aa
 class Layer(nn.Module):

@@ -13,11 +13,12 @@ from typing import Iterable, Sequence
 # %% auto #0
 __all__ = ['Output', 'Session', 'Sessions', 'TextIterator', 'LLM']
 
-# %% ../nbs/20_llm.ipynb #5d277d68
+# %% ../nbs/20_llm.ipynb #75445610
 from .core import RequestError, SamplingParams, TokenEvent
 from .checkpoint import has_tokenizer
 from .engine import Engine, EngineConfig
 from .scheduler import Scheduler
+from .overlap import make_scheduler
 from .text import TextStream, encode, load_tokenizer
 
 # %% ../nbs/20_llm.ipynb #d1a30dd5
@@ -193,7 +194,7 @@ class TextIterator:
     def __enter__(self)->TextIterator: return self
     def __exit__(self, *exc): self.close()
 
-# %% ../nbs/20_llm.ipynb #15bee658
+# %% ../nbs/20_llm.ipynb #ffe137d1
 class LLM:
     "A model to call. One thread at a time: a second one is refused, not queued"
     def __init__(self,
@@ -202,7 +203,7 @@ class LLM:
     ):
         self.engine = Engine(_engine_config(model, options))
         try:
-            self.scheduler = Scheduler(self.engine)
+            self.scheduler = make_scheduler(self.engine)
             self.tokenizer = load_tokenizer(self.engine.model_dir) if has_tokenizer(self.engine.model_dir) else None
         except BaseException: self.engine.close(); raise
         self._sessions = Sessions(self.scheduler, self.tokenizer)

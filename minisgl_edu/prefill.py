@@ -31,62 +31,82 @@ def promised_pages(
     "What admission has promised and not yet handed out"
     return sum(total_pages(r, page_size) - len(r.pages) for r in reqs)
 
-# %% ../nbs/15_prefill.ipynb #0d1a332d
+# %% ../nbs/15_prefill.ipynb #2706ac83
 class PrefillManager:
-    "The queue of waiting requests, and the decision who leaves it"
+    "The queue of waiting requests, those between two chunks, and the decision who computes prompt tokens in this step"
     def __init__(self,
         cache_manager:CacheManager, # Matches, locks, and knows how many pages are left
         table_manager:TableManager, # Hands out rows
-        max_prefill_length:int      # Prompt tokens per step (the token budget)
+        max_prefill_length:int,     # Prompt tokens per step (the token budget)
+        optimistic:bool=False       # Admit on need: pages for the prompt, none promised for the answer
     ):
-        self.cache, self.table, self.max_prefill_length = cache_manager, table_manager, max_prefill_length
+        self.cache, self.table, self.max_prefill_length, self.optimistic = cache_manager, table_manager, max_prefill_length, optimistic
         self.waiting: deque[Req] = deque()
+        self.chunked: list[Req] = []  # admitted, with prompt tokens left to compute; oldest first
 
     @property
-    def num_waiting(self)->int: return len(self.waiting)
+    def num_waiting(self)->int: return len(self.waiting) + len(self.chunked)
 
     def add(self,
-        req:Req # A new request, at the end of the queue
-    ): self.waiting.append(req)
+        req:Req,         # A new request, at the end of the queue
+        front:bool=False # It ran already and was pushed back: it is next
+    ): (self.waiting.appendleft if front else self.waiting.append)(req)
 
     def abort(self,
         uid:int # Whose client went away
-    )->Req|None: # The request, or None if it does not wait
+    )->Req|None: # The request, or None if it neither waits nor is between chunks
         "Take a request out of the queue"
-        req = next((r for r in self.waiting if r.uid == uid), None)
-        if req is not None: self.waiting.remove(req)
-        return req
+        for queue in (self.chunked, self.waiting):
+            req = next((r for r in queue if r.uid == uid), None)
+            if req is not None: queue.remove(req); return req
 
     def schedule(self,
-        running:Iterable[Req] # Requests that decode: what they were promised is not free
-    )->Batch|None: # The prompts of this step, or None if none can start
-        "Admit from the head of the queue until the budget, the rows or the pages are used up"
-        reqs, budget = [], self.max_prefill_length
-        promised = promised_pages(running, self.cache.page_size) if self.waiting else 0
-        while self.waiting and self.table.num_free:
-            req = self.waiting[0]
-            need = self._admit(req, budget if reqs else None, promised)
-            if need is None: break  # nobody overtakes the head: it would never start
-            promised += need
-            budget -= req.extend_len
-            reqs.append(self.waiting.popleft())
+        running:Iterable[Req],  # Requests that decode: what they were promised is not free
+        budget:int|None=None    # Prompt tokens for this step; None is `max_prefill_length`
+    )->Batch|None: # The prompts and chunks of this step, or None
+        "The oldest chunked prompt, then the queue from its head, then the other chunked prompts, until the budget is used up"
+        if not self.num_waiting: return None
+        budget, reqs, running = budget or self.max_prefill_length, [], list(running)
+        def take(req, tokens):
+            req.schedule(min(tokens, len(req.input_ids) - req.cached_len))
+            reqs.append(req)
+            return budget - req.extend_len
+        oldest, others = self.chunked[:1], self.chunked[1:]
+        for req in oldest: budget = take(req, -(-budget // 2) if others or self.waiting else budget)
+        while self.waiting and budget and self._admit(self.waiting[0], [*running, *self.chunked], self._headroom(running)):
+            req = self.waiting.popleft()
+            self.chunked.append(req)
+            budget = take(req, budget)
+        for req in oldest:
+            more = min(budget, len(req.input_ids) - req.device_len)  # what those who waited did not need
+            req.schedule(req.extend_len + more)
+            budget -= more
+        for req in others:
+            if budget: budget = take(req, budget)
+        self.chunked = [r for r in self.chunked if r.is_chunk]  # the others compute their last chunk now
         return Batch(reqs, "prefill") if reqs else None
+
+    def _headroom(self, running)->int:
+        "Pages to leave alone: admission on need would else push back tomorrow whom it starts today"
+        return len(running) if self.optimistic else 0
 
     def _admit(self,
         req:Req,         # The head of the queue
-        budget:int|None, # Tokens left in this step; None when the step is empty: a long prompt gets one of its own
-        promised:int     # Pages that are spoken for
-    )->int|None: # Pages now promised to `req`; None: it has to wait
+        holders:list[Req], # Who holds pages and may ask for more
+        headroom:int     # Pages that must stay available
+    )->bool: # False: it has to wait
         "Row, cached prefix and a promise of pages, or nothing at all"
-        match = self.cache.match(req.input_ids)  # now, not at arrival: hits come and go while it waits
-        num_tokens = len(req.input_ids) - match.num_tokens
-        need = total_pages(req, self.cache.page_size) - len(match.pages)
+        if not self.table.num_free: return False
+        size, match = self.cache.page_size, self.cache.match(req.input_ids)  # now, not at arrival: hits come and go while it waits
+        need = (pages_needed(len(req.input_ids), size) if self.optimistic else total_pages(req, size)) - len(match.pages)
+        promised = 0 if self.optimistic else promised_pages(holders, size)
         self.cache.lock(match.handle)  # before looking at what is available: locked pages no longer are
-        if (budget is not None and num_tokens > budget) or promised + need > self.cache.available_pages:
+        if promised + need + headroom > self.cache.available_pages:
             self.cache.unlock(match.handle)
-            return None
-        req.table_idx, req.handle = self.table.allocate(), match.handle
-        req.cached_len = req.cached_tokens = match.num_tokens
+            return False
+        req.table_idx, req.handle, req.is_fresh = self.table.allocate(), match.handle, True
+        req.cached_len = req.shared_len = match.num_tokens
+        if not req.output_len: req.cached_tokens = match.num_tokens  # else it ran before, and its client was told
         self.table.assign(req, match.pages)
-        req.schedule(num_tokens)
-        return need
+        if self.optimistic: self.table.assign(req, self.cache.allocate(need))  # nobody keeps its promise for it
+        return True

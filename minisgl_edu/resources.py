@@ -9,13 +9,15 @@ from typing import Iterable, Sequence
 import numpy as np, torch
 
 # %% auto #0
-__all__ = ['TableManager', 'make_prefix_cache', 'CacheManager']
+__all__ = ['TableManager', 'make_prefix_cache', 'PageSource', 'CacheManager']
 
-# %% ../nbs/14_resources.ipynb #83946315
+# %% ../nbs/14_resources.ipynb #c0d49403
 from .core import Match, PrefixCache, Req
+from .device import Event
 from .kvcache import NaivePrefixCache, PageAllocator, pages_needed, slots_of
+from .radix import RadixCache
 
-# %% ../nbs/14_resources.ipynb #0d785e52
+# %% ../nbs/14_resources.ipynb #bba63a6f
 class TableManager:
     "Hands out rows of the page table, and knows on the host which pages back each row"
     def __init__(self,
@@ -53,6 +55,24 @@ class TableManager:
         req.pages.extend(pages)
         self.pages[req.table_idx, start:len(req.pages)] = pages
 
+    def write_row(self,
+        at:torch.Tensor,   # [num_tokens] int64 places in the flattened page table
+        slots:torch.Tensor # [num_tokens] int64 what to write there
+    ):
+        "On the stream: let a row on the device follow the host's"
+        self.page_table.view(-1)[at.to(self.page_table.device)] = slots.to(self.page_table.device).int()
+
+    def move(self,
+        req:Req,                   # A request that holds a row
+        old_pages:Sequence[int]    # What its row named before `req.pages`
+    )->tuple[np.ndarray,np.ndarray]: # [num_tokens] places in the flattened page table, [num_tokens] slots to write there
+        "The host's row follows `req.pages`; says what the device's row must follow with"
+        self.pages[req.table_idx, :len(req.pages)] = req.pages
+        changed = [i for i, (old, new) in enumerate(zip(old_pages, req.pages)) if old != new]
+        positions = (np.array(changed, dtype=np.int64)[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+        positions = positions[positions < self.max_len]
+        return req.table_idx * self.max_len + positions, self.slots(np.full(len(positions), req.table_idx), positions)
+
     def check_integrity(self,
         live_reqs:Sequence[Req],       # All requests that hold a row
         table:torch.Tensor|None=None   # The page table, copied from the device when nothing ran
@@ -75,20 +95,21 @@ class TableManager:
         page, offset = np.divmod(positions, self.page_size)
         return self.pages[rows, page] * self.page_size + offset
 
-# %% ../nbs/14_resources.ipynb #3c7831d1
+# %% ../nbs/14_resources.ipynb #de4bf3e7
 def make_prefix_cache(
-    cache,         # "naive", "auto", or what is called as `cache(num_pages, page_size)`
+    cache,         # "radix" (also "auto"), "naive", or what is called as `cache(num_pages, page_size)`
     num_pages:int, # Pages in the pool
     page_size:int  # Tokens per page
 )->PrefixCache: # A fresh, empty one
     "The prefix cache by its name; a class of your own works too"
     if callable(cache): return cache(num_pages, page_size)
-    if cache in ("auto", "naive"): return NaivePrefixCache()
-    raise ValueError(f"cache={cache!r}: this chapter knows 'naive', or a class called as cache(num_pages, page_size)")
+    if cache in ("auto", "radix"): return RadixCache(num_pages, page_size)
+    if cache == "naive": return NaivePrefixCache()
+    raise ValueError(f"cache={cache!r} is unknown: use 'radix', 'naive', or a class called as cache(num_pages, page_size)")
 
-# %% ../nbs/14_resources.ipynb #25c6b693
-class CacheManager:
-    "Every page is in one place: free, in the prefix cache, or owned by one request"
+# %% ../nbs/14_resources.ipynb #e688647c
+class PageSource:
+    "Pages that nobody owns: free ones, and those that the prefix cache keeps"
     def __init__(self,
         num_pages:int,           # Pages in the pool, the dummy page apart
         page_size:int,           # Tokens per page
@@ -127,11 +148,51 @@ class CacheManager:
         if short > 0: self.allocator.free(self.prefix_cache.evict(short))
         return self.allocator.allocate(num_pages)
 
+# %% ../nbs/14_resources.ipynb #271e7b9d
+class CacheManager(PageSource):
+    "Every page is in one place: free, in the prefix cache, owned by one request, or parting from one"
+    def __init__(self,
+        num_pages:int,           # Pages in the pool, the dummy page apart
+        page_size:int,           # Tokens per page
+        prefix_cache:PrefixCache # Keeps pages after their request ended
+    ):
+        super().__init__(num_pages, page_size, prefix_cache)
+        self.parting: list[tuple[Event, list[int]]] = [] # pages that launched steps may still read, until the event
+
     def owned(self,
         req:Req # A request that holds pages
     )->list[int]: # Those that are not the cache's
         "The pages behind the prefix that was a hit"
-        return req.pages[req.cached_tokens // self.page_size:]
+        return req.pages[req.shared_len // self.page_size:]
+
+    def keep(self,
+        req:Req,       # A live request
+        num_tokens:int # Its leading tokens whose KV is stored
+    )->list[int]: # Duplicates that it no longer names: `part` with them when the device's row has moved over
+        "Offer the whole pages of a live request; where the cache has the same tokens already, take its pages instead"
+        whole = num_tokens // self.page_size
+        if whole * self.page_size <= req.shared_len: return []
+        ids = req.input_ids[:whole * self.page_size]
+        own = set(self.prefix_cache.insert(ids, req.pages[:whole]))
+        match = self.prefix_cache.match_prefix(ids)
+        if match.num_tokens <= req.shared_len: return []
+        self.lock(match.handle)
+        self.unlock(req.handle)
+        n = len(match.pages)
+        dropped = [p for p in req.pages[:n] if p in own]
+        req.pages[:n], req.handle, req.shared_len = match.pages, match.handle, match.num_tokens
+        return dropped
+
+    def part(self, pages:list[int], event:Event):
+        "Free pages as soon as their event on the engine's stream has passed: then no row names them"
+        self.parting.append((event, pages))
+
+    def settle(self)->None:
+        "Free the pages whose event has passed"
+        done = [event.query() for event, _ in self.parting]
+        for is_done, (_, pages) in zip(done, self.parting):
+            if is_done: self.allocator.free(pages)
+        self.parting = [p for is_done, p in zip(done, self.parting) if not is_done]
 
     def release(self,
         req:Req # A request that ended, and that no launched batch holds
@@ -142,18 +203,18 @@ class CacheManager:
         # A failed step leaves KV unwritten: nothing of it may be kept.
         whole = 0 if req.finish_reason == "error" else num_tokens // self.page_size
         back = self.owned(req)
-        if whole * self.page_size > req.cached_tokens:
+        if whole * self.page_size > req.shared_len:
             back = self.prefix_cache.insert(req.input_ids[:whole * self.page_size], req.pages[:whole]) + req.pages[whole:]
         self.allocator.free(back)
         self.unlock(req.handle)
-        req.pages, req.handle = [], None
+        req.pages, req.handle, req.shared_len = [], None, 0
 
     def kept(self,
         live_reqs:Iterable[Req] # All requests that hold pages
     )->set[int]: # Pages in the prefix cache: neither free nor owned
         "Which pages the cache must be holding"
         owned = {p for r in live_reqs for p in self.owned(r)}
-        return set(range(self.num_pages)).difference(self.allocator.free_pages, owned)
+        return set(range(self.num_pages)).difference(self.allocator.free_pages, owned, *(pages for _, pages in self.parting))
 
     def check_integrity(self,
         live_reqs:Sequence[Req] # All requests that hold pages
@@ -162,5 +223,5 @@ class CacheManager:
         kept, owned = self.kept(live_reqs), [p for r in live_reqs for p in self.owned(r)]
         self.prefix_cache.check_integrity()
         assert len(kept) == self.cached_pages, f"{len(kept)} pages are neither free nor owned, and the cache counts {self.cached_pages}"
-        self.allocator.check_integrity([*owned, *kept])
-        for r in live_reqs: assert kept.issuperset(r.pages[:r.cached_tokens // self.page_size]), f"a cached page of {r} was given up"
+        self.allocator.check_integrity([*owned, *kept, *(p for _, pages in self.parting for p in pages)])
+        for r in live_reqs: assert kept.issuperset(r.pages[:r.shared_len // self.page_size]), f"a cached page of {r} was given up"

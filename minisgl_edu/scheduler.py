@@ -12,11 +12,12 @@ from typing import Sequence
 import numpy as np, torch
 
 # %% auto #0
-__all__ = ['check_request', 'PrefillFirst', 'make_policy', 'DecodeManager', 'finish_reason', 'Ledger', 'flat_indices',
-           'step_arrays', 'admission_arrays', 'Plan', 'run_plan', 'Steps', 'Scheduler']
+__all__ = ['POLICIES', 'PHASES', 'check_request', 'PrefillFirst', 'DecodeFirst', 'Mixed', 'make_policy', 'DecodeManager',
+           'finish_reason', 'Ledger', 'flat_indices', 'step_arrays', 'admission_arrays', 'Plan', 'run_plan', 'Queues',
+           'Steps', 'Scheduler']
 
-# %% ../nbs/16_scheduler.ipynb #f1b5fd9b
-from .core import FINISH_REASONS, Batch, ForwardContext, Policy, PolicyView, Req, RequestError, SamplingParams, TokenEvent
+# %% ../nbs/16_scheduler.ipynb #39be3025
+from .core import FINISH_REASONS, Batch, ForwardContext, Policy, PolicyView, Req, RequestError, SamplingParams, Span, TokenEvent
 from .device import Event
 from .kvcache import pages_needed
 from .sampling import SamplingArgs, prepare
@@ -59,14 +60,38 @@ class PrefillFirst:
         "Prefill, unless it is decode's turn"
         return ("decode", "prefill") if view.prefill_streak >= self.max_streak else ("prefill", "decode")
 
-# %% ../nbs/16_scheduler.ipynb #d5d7ad13
+# %% ../nbs/16_scheduler.ipynb #0316eea2
+class DecodeFirst:
+    "Those who decode go on, but never make a prompt wait for more than `max_streak` steps"
+    def __init__(self,
+        max_streak:int=8 # Decode steps in a row while anything waits
+    ): self.max_streak = max_streak
+
+    def order(self,
+        view:PolicyView # Who waits and who runs
+    )->tuple[str,...]: # Phases to try
+        "Decode, unless it is the prompts' turn"
+        return ("prefill", "decode") if view.decode_streak >= self.max_streak else ("decode", "prefill")
+
+# %% ../nbs/16_scheduler.ipynb #f759000d
+class Mixed:
+    "Both at once: every step computes one token for each running request and a chunk of prompt"
+    def order(self,
+        view:PolicyView # Who waits and who runs
+    )->tuple[str,...]: # Phases to try
+        "Mixed where both kinds are there, else the one that is"
+        return ("mixed", "prefill", "decode")
+
+# %% ../nbs/16_scheduler.ipynb #6f331a8e
+POLICIES = {"prefill-first": PrefillFirst, "decode-first": DecodeFirst, "mixed": Mixed}
+
 def make_policy(
     policy:str|Policy # Its name, or an object with `order(view)`
 )->Policy:
     "The policy by its name; one of your own works too"
     if hasattr(policy, "order"): return policy
-    if policy == "prefill-first": return PrefillFirst()
-    raise ValueError(f"policy={policy!r}: this chapter knows 'prefill-first', or an object with an `order` method")
+    if policy in POLICIES: return POLICIES[policy]()
+    raise ValueError(f"policy={policy!r} is unknown: use {', '.join(map(repr, POLICIES))}, or an object with an `order` method")
 
 # %% ../nbs/16_scheduler.ipynb #5b02f029
 class DecodeManager:
@@ -90,7 +115,7 @@ def finish_reason(
     if req.input_ids[-1] in eos and not req.params.ignore_eos: return "stop"
     return "length" if len(req.input_ids) >= req.max_device_len else None
 
-# %% ../nbs/16_scheduler.ipynb #5bd3245e
+# %% ../nbs/16_scheduler.ipynb #a270d4d4
 class Ledger:
     "Every request from its arrival to its one end, and what that end gives back"
     def __init__(self,
@@ -132,11 +157,16 @@ class Ledger:
     ):
         "Give back the rows and pages of the ended requests that nobody holds"
         for req in self.leaving:
-            if id(req) in held: continue
-            self.cache.release(req)
-            self.table.free(req.table_idx)
-            req.table_idx = -1
+            if id(req) not in held: self.give_back(req)
         self.leaving = [r for r in self.leaving if r.table_idx >= 0]
+
+    def give_back(self,
+        req:Req # Holds a row, and no launched batch holds it
+    ):
+        "Its row and pages return"
+        self.cache.release(req)
+        self.table.free(req.table_idx)
+        req.table_idx = -1
 
     def take_events(self)->list[TokenEvent]:
         "The news since the last call"
@@ -169,15 +199,15 @@ def step_arrays(
     return dict(rows=rows, load=load, positions=positions, out_loc=table.slots(np.repeat(rows, lens), positions),
                 last=np.cumsum(lens) - 1, write=np.where(is_chunk, nowhere, rows * table.max_len + ends))
 
-# %% ../nbs/16_scheduler.ipynb #a7798c63
+# %% ../nbs/16_scheduler.ipynb #46f3ae86
 def admission_arrays(
     batch:Batch,       # A prefill step
     table:TableManager # Rows, and the slots behind them
 )->dict[str,np.ndarray]: # Everything int64
     "What the rows of new requests must hold before the step: the prompt, and the slots of its cached prefix"
-    new = [r for r, s in zip(batch.reqs, batch.spans) if s.cached_len == r.cached_tokens]
+    new = [r for r in batch.reqs if r.is_fresh]
     rows, zeros = np.array([r.table_idx for r in new], dtype=np.int64), np.zeros(len(new), dtype=np.int64)
-    cached = np.array([r.cached_tokens for r in new], dtype=np.int64)
+    cached = np.array([r.cached_len for r in new], dtype=np.int64)
     prompt_at, _ = flat_indices(rows, zeros, np.array([len(r.input_ids) for r in new], dtype=np.int64), table.max_len)
     hit_at, hit_positions = flat_indices(rows, zeros, cached, table.max_len)
     return dict(prompt_at=prompt_at, prompt_ids=np.array([t for r in new for t in r.input_ids], dtype=np.int64),
@@ -220,16 +250,18 @@ def run_plan(
     tokens[a["write"]] = new
     plan.tokens = engine.to_host(new)
 
-# %% ../nbs/16_scheduler.ipynb #962f87ad
-class Steps:
-    "Schedule, launch, process: the three pieces of every loop, and the state they share"
+# %% ../nbs/16_scheduler.ipynb #e5bb3295
+PHASES = ("prefill", "decode", "mixed")
+
+class Queues:
+    "Who waits, who runs, what each holds; and the choice of the next step's requests"
     def __init__(self,
         engine:Engine # Loaded, and closed by whoever loaded it
     ):
         self.engine, config = engine, engine.config
         engine.stream.submit(self._make_table).synchronize()
         self.cache = CacheManager(engine.num_pages, engine.page_size, make_prefix_cache(config.cache, engine.num_pages, engine.page_size))
-        self.prefill = PrefillManager(self.cache, self.table, config.max_prefill_length)
+        self.prefill = PrefillManager(self.cache, self.table, config.max_prefill_length, config.admission == "optimistic")
         self.decode, self.policy = DecodeManager(), make_policy(config.policy)
         self.ledger = Ledger(self.table, self.cache, self.decode)
         self.launched: deque[Plan] = deque()          # on the device, oldest first
@@ -239,26 +271,63 @@ class Steps:
 
     def _make_table(self): self.table = TableManager(self.engine.dummy_row, self.engine.page_table, self.engine.page_size)
 
-    def _schedule(self)->Plan|None:
-        "Ask the policy what runs next, and make it ready to launch"
+    def _choose(self)->Batch|None:
+        "Ask the policy what runs next; it may choose, but not refuse to work"
         waiting, running = self.prefill.num_waiting, len(self.decode.running)
         order = self.policy.order(PolicyView(waiting, running, self.prefill_streak, self.decode_streak))
-        for phase in dict.fromkeys((*order, "prefill", "decode")):  # a policy may choose, but not refuse to work
-            if phase not in ("prefill", "decode"): raise ValueError(f"the policy asks for phase {phase!r}; there are 'prefill' and 'decode'")
-            batch = self.prefill.schedule(self.decode.running.values()) if phase == "prefill" else self.decode.schedule()
+        for phase in dict.fromkeys((*order, "prefill", "decode")):
+            if phase not in PHASES: raise ValueError(f"the policy asks for phase {phase!r}; there are {', '.join(map(repr, PHASES))}")
+            batch = self._batch(phase)
             if batch: break
         else: return None
         self.prefill_streak = self.prefill_streak + (running > 0) if phase == "prefill" else 0
         self.decode_streak = self.decode_streak + (waiting > 0) if phase == "decode" else 0
-        return self._prepare(batch)
+        return batch
 
-    def _prepare(self, batch:Batch)->Plan:
-        "Pages for what the step writes, then its arrays"
-        for req, span in zip(batch.reqs, batch.spans):
-            short = pages_needed(span.device_len, self.table.page_size) - len(req.pages)
+    def _batch(self, phase:str)->Batch|None:
+        "The requests of one step of this phase, with their pages; None if there are none"
+        running = self.decode.running.values()
+        if phase == "prefill": return self._with_pages(self.prefill.schedule(running))
+        decode = self._with_pages(self.decode.schedule()) if self._make_room() else None
+        if phase == "decode" or decode is None: return decode
+        prefill = self._with_pages(self.prefill.schedule(running, max(1, self.prefill.max_prefill_length - len(decode))))
+        return Batch(decode.reqs + prefill.reqs, "mixed") if prefill else decode
+
+    def _with_pages(self, batch:Batch|None)->Batch|None:
+        "The batch, after every request in it got the pages that this step writes"
+        for req in batch.reqs if batch else ():
+            short = pages_needed(req.device_len, self.table.page_size) - len(req.pages)
             if short > 0: self.table.assign(req, self.cache.allocate(short))
+        return batch
+
+    def _make_room(self)->bool: # False: wait until the launched steps are through
+        "Room for the next token of everyone who decodes; where pages are short, push back the youngest"
+        while True:
+            grow = [r for r in self.decode.running.values() if r.can_decode]
+            short = sum(max(0, pages_needed(r.device_len, self.table.page_size) - len(r.pages)) for r in grow)
+            if short <= self.cache.available_pages: return True
+            if self.launched: return False  # they hold what must be given back
+            self._retract(self.prefill.chunked[-1] if self.prefill.chunked else grow[-1])
+
+    def _retract(self, req:Req):
+        "Back to the head of the queue; what was computed stays in the prefix cache while there is room"
+        self.prefill.abort(req.uid)
+        self.decode.remove(req)
+        self.ledger.give_back(req)
+        req.cached_len = req.device_len = 0
+        self.prefill.add(req, front=True)
+        self.counts["retracted"] += 1
+
+# %% ../nbs/16_scheduler.ipynb #114d3e3e
+class Steps(Queues):
+    "Schedule, launch, process: the three pieces of every loop"
+    def _schedule(self)->Plan|None:
+        "The next step, ready to launch"
+        batch = self._choose()
+        if batch is None: return None
         arrays = step_arrays(batch, self.table)
-        if batch.phase != "decode": arrays.update(admission_arrays(batch, self.table))
+        if any(r.is_fresh for r in batch.reqs): arrays.update(admission_arrays(batch, self.table))
+        for req in batch.reqs: req.is_fresh = False
         return Plan(batch, arrays, prepare(batch.reqs))
 
     def _launch(self, plan:Plan)->Event:
@@ -282,20 +351,38 @@ class Steps:
             tokens, error = [None] * len(plan.batch), e
         self.launched.popleft()
         for req, span, token in zip(plan.batch.reqs, plan.batch.spans, tokens):
-            if req.finish_reason: continue  # ended while the step ran
-            if error is not None:
-                self.ledger.end(req, "error", error=RequestError(f"the forward pass failed: {type(error).__name__}: {error}", code="forward_failed"))
-            elif not span.is_chunk:
-                req.append_host(token)
-                reason = finish_reason(req, self._eos)
-                if reason: self.ledger.end(req, reason, token)
-                else: self.ledger.tell(req, token)
+            if error is not None: self._fail(req, span, error)
+            elif req.finish_reason: continue  # ended while the step ran: its token is thrown away
+            elif not span.is_chunk: self._append(req, token)  # a chunk's is, too: no news, and no end
+            if span.device_len - span.cached_len > 1 and not req.finish_reason: self._keep(req, span)
         self._release()
         return self.ledger.take_events()
 
-    def _release(self): self.ledger.release({id(r) for plan in self.launched for r in plan.batch.reqs})
+    def _append(self, req:Req, token:int):
+        req.append_host(token)
+        reason = finish_reason(req, self._eos)
+        if reason: self.ledger.end(req, reason, token)
+        else: self.ledger.tell(req, token)
 
-# %% ../nbs/16_scheduler.ipynb #6a2200e9
+    def _fail(self, req:Req, span:Span, error:BaseException):
+        req.cached_len = min(req.cached_len, span.cached_len)
+        if req.finish_reason: return
+        self.prefill.abort(req.uid)
+        self.ledger.end(req, "error", error=RequestError(f"the forward pass failed: {type(error).__name__}: {error}", code="forward_failed"))
+
+    def _keep(self, req:Req, span:Span):
+        before = list(req.pages)
+        dropped = self.cache.keep(req, span.device_len)
+        if not dropped: return
+        at, slots = (torch.from_numpy(a) for a in self.table.move(req, before))
+        self.cache.part(dropped, self.engine.stream.submit(self.table.write_row, at, slots))
+
+    def _release(self):
+        self.ledger.release({id(r) for plan in self.launched for r in plan.batch.reqs})
+        if self.cache.parting and not self.launched: self.engine.stream.synchronize()  # only a row is being written
+        self.cache.settle()
+
+# %% ../nbs/16_scheduler.ipynb #db054890
 class Scheduler(Steps):
     "A step machine: requests go in with `add`, tokens come out of `step`"
     def add(self,
@@ -335,6 +422,10 @@ class Scheduler(Steps):
             plan = self._schedule()
             if plan is not None: self._launch(plan)
         if self.launched: return self._process(self.launched[0])
+        return self._idle()
+
+    def _idle(self):
+        "Nothing runs: what is left to tell, if nobody was forgotten"
         events = self.ledger.take_events()
         if not events and self.ledger.live: raise RuntimeError(f"no request can run: {self.stats()}")
         return events
@@ -346,8 +437,9 @@ class Scheduler(Steps):
     def stats(self)->dict[str,int]:
         "Where requests, rows and pages are, and what was done so far"
         free, cached = self.cache.allocator.num_free, self.cache.cached_pages
-        counts = {k: self.counts[k] for k in ("steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_tokens")}
-        return dict(waiting=self.prefill.num_waiting, running=len(self.ledger.live) - self.prefill.num_waiting,
+        counts = {k: self.counts[k] for k in ("steps", *(f"{phase}_{what}" for phase in PHASES for what in ("steps", "tokens")))}
+        waiting = len(self.prefill.waiting)
+        return dict(waiting=waiting, running=len(self.ledger.live) - waiting, retracted=self.counts["retracted"],
             pages_total=self.cache.num_pages, pages_free=free, pages_cached=cached, pages_used=self.cache.num_pages - free - cached,
             rows_free=self.table.num_free, batch_size=len(self.last_batch) if self.last_batch and self.ledger.live else 0,
             **counts, **{f"ended_{reason}": self.ledger.ended[reason] for reason in FINISH_REASONS})
@@ -362,7 +454,7 @@ class Scheduler(Steps):
         self.engine.stream.submit(lambda: rows.append(self.table.page_table.cpu().clone())).synchronize()
         self.cache.check_integrity(reqs)
         self.table.check_integrity(reqs, rows[0])
-        for r in reqs: assert 0 <= r.cached_len < r.device_len <= r.max_device_len, f"lengths of {r}"
+        for r in reqs: assert 0 <= r.cached_len <= r.device_len - (not r.is_chunk) and r.device_len <= r.max_device_len, f"lengths of {r}"
 
     def close(self):
         "Drop every request, and wait for the device"

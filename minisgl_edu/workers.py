@@ -244,7 +244,7 @@ def _load_detokenizer(args):
         args.to_scheduler.send(stops)
     return turn, {}
 
-# %% ../nbs/22_workers.ipynb #569772a7
+# %% ../nbs/22_workers.ipynb #06d2365e
 def scheduler_worker(
     args:WorkerArgs
 ):
@@ -253,9 +253,9 @@ def scheduler_worker(
 
 def _load_scheduler(args):
     from minisgl_edu.engine import Engine
-    from minisgl_edu.scheduler import Scheduler
+    from minisgl_edu.overlap import make_scheduler
     engine = Engine(args.config, model_dir=args.model_dir)
-    loop = SchedulerLoop(Scheduler(engine))
+    loop = SchedulerLoop(make_scheduler(engine))
     args.to_frontend.send(loop.new_stats(time.monotonic()))
     def turn():
         tokens = loop.handle(args.inbox.recv(block=not loop.has_work))

@@ -16,6 +16,7 @@ from minisgl_edu.distributed import single
 from minisgl_edu.engine import Engine, EngineConfig
 from minisgl_edu.layers import TorchOps
 from minisgl_edu.models import DenseAttention, create_model, generate_naive
+from minisgl_edu.overlap import OverlapScheduler
 from minisgl_edu.scheduler import Scheduler
 from plugins import DecodeFirst, Lazy, LoopAttention, PageChainCache
 
@@ -45,11 +46,11 @@ class World:
             self.engines[key].eos_token_ids = EOS
         return self.engines[key]
 
-    def scheduler(self, page_size, num_pages, rows, budget=2048, policy="prefill-first", cache="naive", backend="torch"):
+    def scheduler(self, page_size, num_pages, rows, budget=2048, policy="prefill-first", cache="naive", backend="torch", admission="reserve", overlap=False):
         engine = self.engine(page_size, num_pages, rows, backend)
-        engine.config.max_prefill_length, engine.config.policy, engine.config.cache = budget, policy, cache
+        for name, value in dict(max_prefill_length=budget, policy=policy, cache=cache, admission=admission).items(): setattr(engine.config, name, value)
         engine.stream.submit(lambda: engine.pool.kv[:, :num_pages * page_size].fill_(torch.nan)).synchronize()  # reading an unwritten slot shows
-        return Scheduler(engine)
+        return (OverlapScheduler if overlap else Scheduler)(engine)
 
     def naive(self, prompt):
         with torch.inference_mode(): return generate_naive(self.model, prompt, LONGEST)
@@ -85,6 +86,7 @@ class Book:
     def __init__(self, world, scheduler):
         self.world, self.s = world, scheduler
         self.asked, self.tokens, self.reason, self.aborted, self.stopped, self.failed = {}, {}, {}, set(), set(), set()
+        self.was_broken = False
 
     def add(self, prompt, params):
         uid = len(self.asked)
@@ -102,8 +104,11 @@ class Book:
         engine = self.s.engine
         if broken: engine.forward_batch = lambda ctx, args: 1 / 0  # shadows the method
         try: events = self.s.step()
-        finally: engine.__dict__.pop("forward_batch", None)
-        if broken and self.s.last_batch: self.failed |= {e.uid for e in events if e.finish_reason == "error"}
+        finally:
+            if broken: engine.stream.synchronize()  # whatever was launched meets the broken forward
+            engine.__dict__.pop("forward_batch", None)
+        self.was_broken |= broken
+        if self.was_broken: self.failed |= {e.uid for e in events if e.finish_reason == "error"}
         for e in events:
             COUNTS["events"] += 1
             assert e.uid not in self.reason and e.uid not in self.stopped, f"news after the end: {e}"
@@ -119,17 +124,27 @@ class Book:
         s = self.s
         s.check_integrity()
         stats, reqs = s.stats(), s.holders()
-        assert stats["pages_free"] + stats["pages_cached"] + sum(len(s.cache.owned(r)) for r in reqs) == stats["pages_total"]
+        assert stats["pages_free"] + stats["pages_cached"] + sum(len(s.cache.owned(r)) for r in reqs) + sum(len(p) for _, p in s.cache.parting) == stats["pages_total"]
         assert len({r.table_idx for r in reqs}) == len(reqs) == s.engine.dummy_row - stats["rows_free"]
         for r in reqs:
-            assert 0 <= r.cached_len < r.device_len <= r.max_device_len
-            assert r.cached_len == len(r.input_ids) - 1 and len(r.pages) == -(-r.cached_len // s.engine.page_size)  # between two plain steps
+            assert 0 <= r.cached_len <= r.device_len <= r.max_device_len and (r.cached_len < r.device_len or r.is_chunk)
+            assert len(r.pages) >= -(-r.cached_len // s.engine.page_size)
+            assert not set(r.pages) & set(s.cache.allocator.free_pages), "a live row names a free page"
+            if not s.launched: assert r.is_chunk or r.cached_len == len(r.input_ids) - 1  # between two plain steps
+
+    def progress(self):
+        "Tokens handed out and requests ended: what no schedule may hold up for ever"
+        return sum(map(len, self.tokens.values())) + len(self.reason)
 
     def finish(self):
         "Run dry, and compare"
-        for _ in range(sum(p.max_tokens for _, p in self.asked.values()) + len(self.asked) + 1):
-            if not self.s.has_work: break
-            self.step()
+        last = self.progress()
+        while self.s.has_work:
+            for _ in range(64):  # the longest prompt and answer, token by token, and the pipe
+                self.step()
+                if not self.s.has_work or self.progress() > last: break
+            else: raise AssertionError(f"no progress in 64 steps: {self.s.stats()}")
+            last = self.progress()
         s, stats = self.s, self.s.stats()
         assert not s.has_work, f"does not end: {stats}"
         assert stats["pages_used"] == 0 and stats["rows_free"] == s.engine.dummy_row and s.cache.prefix_cache.protected_pages == 0
@@ -151,8 +166,9 @@ class Machine(RuleBasedStateMachine):
     world = None
 
     @initialize(page_size=st.sampled_from([1, 2, 3, 4, 16]), tokens=st.sampled_from([48, 96, 192]), rows=st.sampled_from([1, 2, 3, 8]),
-                budget=st.sampled_from([1, 7, 32, 2048]), policy=st.sampled_from(["prefill-first", DecodeFirst(), Lazy()]),
-                cache=st.sampled_from(["naive", PageChainCache]), backend=st.sampled_from(["torch", "torch", LoopAttention]))
+                budget=st.sampled_from([1, 2, 7, 32, 2048]), policy=st.sampled_from(["prefill-first", "decode-first", "mixed", DecodeFirst(), Lazy()]),
+                cache=st.sampled_from(["naive", "radix", "radix", PageChainCache]), admission=st.sampled_from(["reserve", "optimistic"]),
+                overlap=st.booleans(), backend=st.sampled_from(["torch", "torch", LoopAttention]))
     def start(self, page_size, tokens, rows, **kw):
         self.book = Book(self.world, self.world.scheduler(page_size, tokens // page_size, rows, **kw))
 
@@ -177,6 +193,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), silent=st.booleans())
     def drop_in_flight(self, data, silent):
         "Its batch has been launched: what it holds must stay its own until that batch is done"
+        if len(self.book.s.launched) > 1: return
         plan = self.book.s._schedule()
         if plan is None: return
         self.book.s._launch(plan)

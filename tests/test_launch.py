@@ -122,7 +122,7 @@ def complete(url, **body): return httpx.post(f"{url}/v1/completions", json={"pro
 
 @pytest.mark.parametrize("options, word", [
     (dict(port=70000), "port"), (dict(num_tokenizers=0), "num_tokenizers"), (dict(drain_seconds=-1), "drain_seconds"), (dict(start_timeout=0), "start_timeout"),
-    (dict(tp=2), "tp=2"), (dict(page_size=0), "page_size"), (dict(cache="radix"), "radix")])
+    (dict(tp=2), "tp=2"), (dict(page_size=0), "page_size"), (dict(cache="lru"), "lru")])
 def test_bad_values_are_refused_by_name(options, word):
     with pytest.raises(ValueError, match=word): start_server(**options)
 

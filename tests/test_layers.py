@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from minisgl_edu.checkpoint import materialize
 from minisgl_edu.core import Ops
 from minisgl_edu.distributed import TPGroup, single
-from minisgl_edu.layers import (ColumnLinear, LMHead, RMSNorm, RowLinear, TorchOps, VocabEmbedding, default_inv_freq, rope_inv_freq,
-    rope_rows, rope_table)
+from minisgl_edu.layers import (ColumnLinear, LMHead, PackedOps, RMSNorm, RowLinear, TorchOps, VocabEmbedding, can_pack, default_inv_freq,
+    rope_inv_freq, rope_rows, rope_table)
 
 OPS = TorchOps()
 LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -176,3 +176,35 @@ def test_norm_module():
     x, r = rand(2, 8, seed=1), rand(2, 8, seed=2)
     normed, summed = norm(x, r)
     assert torch.equal(normed, norm(summed)) and torch.equal(summed, x + r)
+
+
+needs_packing = pytest.mark.skipif(not can_pack("cpu", torch.float32), reason="this build of PyTorch has no packed products")
+
+
+def test_packing_is_for_float32_on_cpus():
+    assert not can_pack("cpu", torch.float64) and not can_pack("cpu", torch.bfloat16) and not can_pack("cuda", torch.float32)
+
+
+@needs_packing
+@pytest.mark.parametrize("out,size", [(960, 576), (576, 1536), (7, 5), (1, 64), (100, 33)])
+def test_packed_products_equal_plain_ones_for_every_number_of_tokens(out, size):
+    ops, weight, bias = PackedOps(), torch.nn.Parameter(rand(out, size)), rand(out, seed=1)
+    with torch.inference_mode():
+        for n in range(1, 70):
+            x = rand(n, size, seed=n)
+            want = x.double() @ weight.double().T
+            torch.testing.assert_close(ops.linear(x, weight).double(), want, rtol=1e-5, atol=2e-5 * size**0.5)
+            torch.testing.assert_close(ops.linear(x, weight, bias).double(), want + bias.double(), rtol=1e-5, atol=2e-5 * size**0.5)
+            wide = rand(n, 2 * size, seed=n)[:, ::2]  # not contiguous
+            torch.testing.assert_close(ops.linear(wide, weight).double(), wide.double() @ weight.double().T, rtol=1e-5, atol=2e-5 * size**0.5)
+
+
+@needs_packing
+def test_weights_are_packed_once_each_and_only_for_a_few_tokens():
+    ops, weights = PackedOps(), [rand(24, 16, seed=i) for i in range(3)]
+    for n in (1, 2, 65, 200): ops.linear(rand(n, 16), weights[0])
+    assert not ops._packed
+    for n in (3, 8, 64):
+        for w in weights: torch.testing.assert_close(ops.linear(rand(n, 16), w), F.linear(rand(n, 16), w), rtol=1e-5, atol=1e-4)
+    assert len(ops._packed) == 3
+    assert isinstance(ops, Ops)

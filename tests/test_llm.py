@@ -35,7 +35,7 @@ def assert_idle(llm):
     gc.collect()
     llm.scheduler.check_integrity()
     stats = llm.scheduler.stats()
-    assert not llm.scheduler.has_work and stats["pages_free"] == llm.engine.num_pages and not llm._sessions.live, stats
+    assert not llm.scheduler.has_work and stats["pages_free"] + stats["pages_cached"] == llm.engine.num_pages and not llm._sessions.live, stats
 
 
 def ids(n=4, **kw): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, **kw)

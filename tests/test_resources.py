@@ -16,7 +16,7 @@ def admit(req, table, cache):
     "What admission does, without a budget: match, lock, row, pages for the prompt"
     match = cache.match(req.input_ids)
     cache.lock(match.handle)
-    req.table_idx, req.handle, req.cached_len, req.cached_tokens = table.allocate(), match.handle, match.num_tokens, match.num_tokens
+    req.table_idx, req.handle, req.cached_len, req.cached_tokens, req.shared_len = table.allocate(), match.handle, *[match.num_tokens] * 3
     table.assign(req, match.pages)
     req.schedule(len(req.input_ids) - req.cached_len)
     table.assign(req, cache.allocate(-(-req.device_len // cache.page_size) - len(req.pages)))
@@ -59,7 +59,7 @@ def test_slots_of_many_rows_are_those_of_each(page_size, lens, rng):
 
 
 def test_cache_by_name_or_class():
-    assert isinstance(make_prefix_cache("naive", 8, 4), NaivePrefixCache) and isinstance(make_prefix_cache("auto", 8, 4), NaivePrefixCache)
+    assert isinstance(make_prefix_cache("naive", 8, 4), NaivePrefixCache) and not isinstance(make_prefix_cache("auto", 8, 4), NaivePrefixCache)
     mine = make_prefix_cache(PageChainCache, 8, 4)
     assert (mine.num_pages, mine.page_size) == (8, 4)
     with pytest.raises(ValueError, match="'lru'"): make_prefix_cache("lru", 8, 4)

@@ -155,12 +155,22 @@ def test_pages_at_the_longest():
 
 @pytest.mark.parametrize("lens, steps", [
     ([(5, 1), (6, 1), (5, 1), (1, 1)], [[0, 1, 2], [3]]),       # 5 + 6 + 5 = 16 fill the budget
-    ([(5, 1), (12, 1), (3, 1)], [[0], [1, 2]]),                 # the head of the queue is not overtaken
-    ([(3, 1), (20, 1), (3, 1)], [[0], [1], [2]]),               # over the budget: whole, in a step of its own
-    ([(20, 1), (3, 1), (16, 1)], [[0], [1], [2]])])             # also at the head
+    ([(5, 1), (12, 1), (3, 1)], [[0, 1], [1, 2]]),              # a chunk of 11, and the rest beside the next
+    ([(3, 1), (20, 1), (3, 1)], [[0, 1], [1, 2]]),
+    ([(20, 1), (3, 1), (16, 1)], [[0], [0, 1, 2], [2]]),
+    ([(40, 1), (6, 1), (1, 1)], [[0], [0, 1, 2], [0]])])        # a long prompt leaves half of the budget to those who wait
 def test_the_budget_fills_a_step(lens, steps):
     p = queue(manager(num_pages=100), *lens)
-    assert [uids(p.schedule([])) for _ in steps] == steps and p.schedule([]) is None and p.num_waiting == 0
+    done, computed = [], {}
+    while batch := p.schedule([]):
+        assert batch.num_tokens <= 16
+        done.append(uids(batch))
+        for r, span in zip(batch.reqs, batch.spans):
+            assert span.cached_len == computed.get(r.uid, 0)
+            computed[r.uid] = span.device_len
+            assert span.is_chunk == (span.device_len < r.prompt_len)
+            r.complete_one()
+    assert done == steps and p.num_waiting == 0 and computed == {uid: n for uid, (n, _) in enumerate(lens)}
 
 
 def test_rows_bound_a_batch():
@@ -195,12 +205,11 @@ def test_a_refused_head_holds_nothing():
 def test_a_hit_that_grows_while_it_waits_is_used(make_scheduler):  # F06
     shared = prompt_of(8)
     solo = alone(make_scheduler, shared + prompt_of(4, 1), greedy(5))
-    s = make_scheduler(cache=PageChainCache, num_pages=8, max_running_requests=2)
-    s.add(0, shared + [9], greedy(12))  # 5 of 8 pages at its longest
-    s.step()
+    s = make_scheduler(cache=PageChainCache, num_pages=8, max_running_requests=1)
+    s.add(0, shared + [9], greedy(12))
     s.add(1, shared + prompt_of(4, 1), greedy(5))
     s.step()
-    assert s.stats()["waiting"] == 1   # 4 pages are wanted, 3 are not promised
+    assert s.stats()["waiting"] == 1   # for the only row
     computed = s.stats()["prefill_tokens"]
     events = []
     while s.has_work:
@@ -239,7 +248,7 @@ def test_arrays_of_a_step():
     table = TableManager(4, torch.zeros(5, 32, dtype=torch.int32), 4)
     reqs = [Req(0, list(range(10, 17)), greedy(4)), Req(1, [20, 21, 22], greedy(4)), Req(2, list(range(30, 40)), greedy(4))]
     for r, row, pages, cached, n in zip(reqs, (2, 0, 3), ([5, 1], [3], [0, 2]), (4, 0, 0), (3, 3, 6)):
-        r.table_idx, r.cached_len, r.cached_tokens = row, cached, cached
+        r.table_idx, r.cached_len, r.is_fresh = row, cached, True
         table.assign(r, pages); r.schedule(n)
     batch = Batch(reqs, "prefill")  # a hit of 4, a whole prompt, a first chunk of 6
     a = step_arrays(batch, table)
@@ -251,7 +260,7 @@ def test_arrays_of_a_step():
     b = admission_arrays(batch, table)
     assert b["prompt_at"].tolist() == [*range(64, 71), *range(3), *range(96, 106)] and b["prompt_ids"].tolist() == [t for r in reqs for t in r.input_ids]
     assert b["hit_at"].tolist() == [64, 65, 66, 67] and b["hit_slots"].tolist() == slots_of([5, 1], 4, 0, 4).tolist()
-    for r in reqs: r.complete_one()
+    for r in reqs: r.complete_one(); r.is_fresh = False
     reqs[2].schedule(4)
     later = admission_arrays(Batch(reqs[2:], "prefill"), table)  # the rest of the chunk: its row is filled already
     assert all(len(x) == 0 for x in later.values())
@@ -470,7 +479,7 @@ def test_a_seed_fixes_the_draws(make_scheduler):
 
 
 def test_stats_count(make_scheduler):
-    s = make_scheduler()
+    s = make_scheduler(cache="naive")
     assert s.stats()["pages_free"] == s.stats()["pages_total"] == 64 and s.stats()["batch_size"] == 0
     s.add(0, prompt_of(9), greedy(3)); s.add(1, prompt_of(4), greedy(3))
     assert s.stats()["waiting"] == 2
