@@ -81,7 +81,7 @@ class SamplingParams:
 # %% ../nbs/01_core.ipynb #54b19e89
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
-# %% ../nbs/01_core.ipynb #0b88571d
+# %% ../nbs/01_core.ipynb #e3f2e8ed
 class Req:
     "One request on its way through the engine: its tokens, its lengths, and what it holds"
     def __init__(self,
@@ -99,6 +99,7 @@ class Req:
         self.cached_tokens = 0 # prompt tokens found in the prefix cache when it was first admitted
         self.shared_len = 0    # leading tokens whose pages are the prefix cache's, locked by `handle`
         self.is_fresh = False  # admitted, and the device does not know its row yet
+        self.is_retracted = False # ran before, and was pushed back
         self.table_idx = -1    # its row in the page table, -1 while it waits
         self.pages: list[int] = []  # page numbers that back its row, in order
         self.handle = None     # what the prefix cache locked for it

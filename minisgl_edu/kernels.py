@@ -540,7 +540,7 @@ def extend_attention(
         Q_HEADS=num_qo, GROUP=num_qo // num_kv, DIM=dim, **options)
     return out
 
-# %% ../nbs/09_kernels.ipynb #c89cb8eb
+# %% ../nbs/09_kernels.ipynb #1d682082
 @dataclass
 class Work:
     "Requests of one kind in a step; tensors are `[batch]`, on the device"
@@ -552,7 +552,7 @@ class Work:
     max_extend: int      # Most new tokens, for the grid
 
 class TritonAttention:
-    "Paged attention by our own kernels: one launch for single tokens, one for longer spans"
+    "Paged attention by our own kernels: decode for single tokens, extend for longer spans"
     def __init__(self,
         config,                 # The model's shape
         pool:KVPool,            # Where keys and values live

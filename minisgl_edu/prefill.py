@@ -31,7 +31,7 @@ def promised_pages(
     "What admission has promised and not yet handed out"
     return sum(total_pages(r, page_size) - len(r.pages) for r in reqs)
 
-# %% ../nbs/15_prefill.ipynb #2706ac83
+# %% ../nbs/15_prefill.ipynb #9296a5ea
 class PrefillManager:
     "The queue of waiting requests, those between two chunks, and the decision who computes prompt tokens in this step"
     def __init__(self,
@@ -73,9 +73,11 @@ class PrefillManager:
             return budget - req.extend_len
         oldest, others = self.chunked[:1], self.chunked[1:]
         for req in oldest: budget = take(req, -(-budget // 2) if others or self.waiting else budget)
-        while self.waiting and budget and self._admit(self.waiting[0], [*running, *self.chunked], self._headroom(running)):
+        spoken_for = self._spoken_for(running)
+        while self.waiting and budget and (need := self._admit(self.waiting[0], spoken_for)) is not None:
             req = self.waiting.popleft()
             self.chunked.append(req)
+            spoken_for += 0 if self.optimistic else need
             budget = take(req, budget)
         for req in oldest:
             more = min(budget, len(req.input_ids) - req.device_len)  # what those who waited did not need
@@ -86,27 +88,25 @@ class PrefillManager:
         self.chunked = [r for r in self.chunked if r.is_chunk]  # the others compute their last chunk now
         return Batch(reqs, "prefill") if reqs else None
 
-    def _headroom(self, running)->int:
-        "Pages to leave alone: admission on need would else push back tomorrow whom it starts today"
-        return len(running) if self.optimistic else 0
+    def _spoken_for(self, running)->int:
+        "Pages to leave alone: what was promised, or one for each that runs, lest it be pushed back in the next step"
+        return len(running) if self.optimistic else promised_pages([*running, *self.chunked], self.cache.page_size)
 
     def _admit(self,
-        req:Req,         # The head of the queue
-        holders:list[Req], # Who holds pages and may ask for more
-        headroom:int     # Pages that must stay available
-    )->bool: # False: it has to wait
+        req:Req,       # The head of the queue
+        spoken_for:int # Pages that must stay available
+    )->int|None: # Pages it was promised, or given; None: it has to wait
         "Row, cached prefix and a promise of pages, or nothing at all"
-        if not self.table.num_free: return False
+        if not self.table.num_free: return None
         size, match = self.cache.page_size, self.cache.match(req.input_ids)  # now, not at arrival: hits come and go while it waits
         need = (pages_needed(len(req.input_ids), size) if self.optimistic else total_pages(req, size)) - len(match.pages)
-        promised = 0 if self.optimistic else promised_pages(holders, size)
         self.cache.lock(match.handle)  # before looking at what is available: locked pages no longer are
-        if promised + need + headroom > self.cache.available_pages:
+        if spoken_for + need > self.cache.available_pages:
             self.cache.unlock(match.handle)
-            return False
+            return None
         req.table_idx, req.handle, req.is_fresh = self.table.allocate(), match.handle, True
         req.cached_len = req.shared_len = match.num_tokens
-        if not req.output_len: req.cached_tokens = match.num_tokens  # else it ran before, and its client was told
+        if not req.is_retracted: req.cached_tokens = match.num_tokens
         self.table.assign(req, match.pages)
         if self.optimistic: self.table.assign(req, self.cache.allocate(need))  # nobody keeps its promise for it
-        return True
+        return need

@@ -13,7 +13,7 @@ __all__ = ['Node', 'common_len', 'RadixTree', 'RadixCache']
 # %% ../nbs/10_radix.ipynb #110ac53c
 from .core import Match
 
-# %% ../nbs/10_radix.ipynb #8d676f0a
+# %% ../nbs/10_radix.ipynb #66bc831c
 class Node:
     "A run of tokens in whole pages; the path from the root to here is a cached prefix"
     def __init__(self,
@@ -29,9 +29,9 @@ class Node:
 
     def path(self)->list[int]: # Pages from the root down to here
         "All pages of this prefix"
-        pages, node = [], self
-        while node: pages[:0] = node.pages; node = node.parent
-        return pages
+        runs, node = [], self
+        while node: runs.append(node.pages); node = node.parent
+        return [page for run in reversed(runs) for page in run]
 
 # %% ../nbs/10_radix.ipynb #7ee226e7
 def common_len(

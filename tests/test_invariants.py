@@ -124,7 +124,7 @@ class Book:
         s = self.s
         s.check_integrity()
         stats, reqs = s.stats(), s.holders()
-        assert stats["pages_free"] + stats["pages_cached"] + sum(len(s.cache.owned(r)) for r in reqs) + sum(len(p) for _, p in s.cache.parting) == stats["pages_total"]
+        assert stats["pages_free"] + stats["pages_cached"] + sum(len(s.cache.owned(r)) for r in reqs) + sum(len(p) for *_, p in s.cache.parting) == stats["pages_total"]
         assert len({r.table_idx for r in reqs}) == len(reqs) == s.engine.dummy_row - stats["rows_free"]
         for r in reqs:
             assert 0 <= r.cached_len <= r.device_len <= r.max_device_len and (r.cached_len < r.device_len or r.is_chunk)
@@ -263,3 +263,39 @@ def test_page_size_and_batch_change_no_token(world):
         book = Book(world, world.scheduler(page_size, tokens // page_size, rows, budget=budget))
         for prompt, params in work: book.add(prompt, params)
         book.finish()
+
+
+@pytest.mark.parametrize("policy", ["prefill-first", "decode-first", "mixed"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_duplicates_on_their_way_out_are_not_missed(world, policy, overlap):
+    "A pool full to the last page: what admission promised includes the duplicates that still part"
+    book = Book(world, world.scheduler(1, 24, 4, budget=8, policy=policy, cache="radix", overlap=overlap))
+    for prompt, n in ((prompt_of(8, 0), 1), (prompt_of(8, 0), 2), (prompt_of(14, 1), 2)):
+        book.add(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+    book.finish()
+
+
+@pytest.mark.parametrize("policy", ["prefill-first", "decode-first", "mixed"])
+@pytest.mark.parametrize("cache", ["naive", "radix"])
+def test_a_stream_of_short_requests_does_not_starve_a_long_one(world, policy, cache):
+    "Optimistic admission pushes back the youngest, never the oldest"
+    book = Book(world, world.scheduler(1, 64, 8, budget=4, policy=policy, cache=cache, admission="optimistic"))
+    book.add(prompt_of(50, 0), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    for i in range(300):
+        while len(book.s.prefill.waiting) < 3: book.add(prompt_of(1, i), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+        book.step()
+        if 0 in book.reason: break
+    assert book.reason.get(0) == "length"
+    for uid in range(1, len(book.asked)): book.drop(uid, silent=False)
+    book.finish()
+
+
+def test_many_requests_in_a_pool_of_two(world):
+    "Pages run out all the time, and nobody loses a token"
+    for admission in ("reserve", "optimistic"):
+        book = Book(world, world.scheduler(4, 16, 8, budget=16, cache="radix", admission=admission, overlap=True))
+        rng = np.random.default_rng(6)
+        for i in range(500):
+            book.add(prompt_of(int(rng.integers(16, 21)), i % 7), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+        book.finish()
+        if admission == "optimistic": assert book.s.stats()["retracted"] > 0
