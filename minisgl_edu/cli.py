@@ -113,10 +113,11 @@ def generate(
     print()
     return 0
 
-# %% ../nbs/27_cli.ipynb #ce910bb4
+# %% ../nbs/27_cli.ipynb #172a36a2
 def build_parser()->argparse.ArgumentParser:
     "All commands and their flags"
     top = argparse.ArgumentParser(prog="minisgl-edu", description="An LLM inference engine you can read.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"minisgl_edu {sys.modules['minisgl_edu'].__version__}")
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     def command(name, fn, flags=(), **kw):
         p = sub.add_parser(name, help=fn.__doc__, description=fn.__doc__, allow_abbrev=False, **kw)

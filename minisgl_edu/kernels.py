@@ -9,17 +9,17 @@ __all__ = ['LOG2_E', 'is_interpreted', 'check_inputs', 'check_heads', 'store_kv_
            'decode_attention_kernel', 'reduce_splits_kernel', 'num_kv_splits', 'tile_shape', 'decode_attention',
            'extend_attention_kernel', 'extend_attention', 'Work', 'TritonAttention', 'TritonOps']
 
-# %% ../nbs/09_kernels.ipynb #9a00b1b8
+# %% ../nbs/09_kernels.ipynb #8706a3ce
 import functools, math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-# %% ../nbs/09_kernels.ipynb #a1c50f9a
+# %% ../nbs/09_kernels.ipynb #77c6adee
 from .core import ForwardContext
+from .layers import TorchOps
 from .kvcache import KVPool
 
 # %% ../nbs/09_kernels.ipynb #f0a35fd6
@@ -593,11 +593,9 @@ class TritonAttention:
                                      extends.lens, extends.max_extend, out)
         return out
 
-# %% ../nbs/09_kernels.ipynb #40190e58
-class TritonOps:
+# %% ../nbs/09_kernels.ipynb #097230df
+class TritonOps(TorchOps):
     "`Ops` by our own kernels; products and look-ups stay with PyTorch, whose libraries do them well. `rope` works in place"
-    def embedding(self, ids, weight): return F.embedding(ids, weight)
-    def linear(self, x, weight, bias=None): return F.linear(x, weight, bias)
     def rms_norm(self, x, weight, eps): return rms_norm(x, weight, eps)
     def add_rms_norm(self, x, residual, weight, eps): return add_rms_norm(x, residual, weight, eps)
     def rope(self, q, k, cos_sin): return rope(q, k, cos_sin)

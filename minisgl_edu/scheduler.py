@@ -250,7 +250,7 @@ def run_plan(
     tokens[a["write"]] = new
     plan.tokens = engine.to_host(new)
 
-# %% ../nbs/16_scheduler.ipynb #36670819
+# %% ../nbs/16_scheduler.ipynb #4022c11d
 PHASES = ("prefill", "decode", "mixed")
 
 class Queues:
@@ -302,12 +302,13 @@ class Queues:
 
     def _make_room(self)->bool: # False: wait until the launched steps are through
         "Room for the next token of everyone who decodes; where pages are short, push back the youngest"
-        while True:
+        while len(self.decode.running) > self.cache.available_pages:  # else there is a page for each, and none needs two
             grow = [r for r in self.decode.running.values() if r.can_decode]
             short = sum(max(0, pages_needed(r.device_len, self.table.page_size) - len(r.pages)) for r in grow)
             if short <= self.cache.available_pages: return True
             if self.launched: return False  # they hold what must be given back
             self._retract(next(r for r in reversed(self.ledger.live.values()) if r.table_idx >= 0))
+        return True
 
     def _retract(self, req:Req):
         "Back to the head of the queue; what was computed stays in the prefix cache while there is room"

@@ -313,3 +313,10 @@ def test_measurements_say_where_they_come_from():
         for record in data if path.stem == "ladder" else [data]:
             assert record["provenance"]["device"] and record["provenance"]["date"], path
             assert path.stem == "ladder" or record["rows"], path
+
+
+def test_the_command_says_its_version(capsys):
+    from minisgl_edu import __version__
+    from minisgl_edu.cli import main
+    with pytest.raises(SystemExit) as end: main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out.strip() == f"minisgl_edu {__version__}"
