@@ -30,12 +30,12 @@ def pick_device(
         raise ValueError(f"device {device!r} is not available: PyTorch {torch.__version__} sees {count} CUDA device(s)")
     return picked
 
-# %% ../nbs/02_device.ipynb #c7bb5f9a
+# %% ../nbs/02_device.ipynb #ee5705fe
 class Event:
     "A point in a stream: done once everything submitted up to it is done"
     def __init__(self):
         self.done_at: float|None = None # when it was reached (s, `time.perf_counter`); None before that
-        self._error: BaseException|None = None
+        self.error: BaseException|None = None # what the submitted function raised, once it is done
         self._latch = threading.Lock()  # held until the event is done: waiting is acquiring it
         self._latch.acquire()
 
@@ -48,7 +48,7 @@ class Event:
     ):
         "Wait until it is done; raises what the submitted function raised"
         self._wait(timeout)
-        if self._error is not None: raise self._error
+        if self.error is not None: raise self.error
 
     def elapsed(self,
         other:Event # A later event, done too
@@ -66,7 +66,7 @@ class Event:
         self.done_at = time.perf_counter()
         self._latch.release()
 
-# %% ../nbs/02_device.ipynb #58513b87
+# %% ../nbs/02_device.ipynb #6a427b97
 def _work(inbox):
     "The thread of a CPU stream: one submission after another, until it is handed None"
     with torch.inference_mode():
@@ -74,7 +74,7 @@ def _work(inbox):
             fn, args, event, threads = item
             if threads != torch.get_num_threads(): torch.set_num_threads(threads) # a thread has its own setting
             try: fn(*args)
-            except BaseException as e: event._error = e
+            except BaseException as e: event.error = e
             event._finish()
             del item, fn, args, event # an idle thread must not keep the last step's tensors alive
 
@@ -122,11 +122,11 @@ class Stream:
         self._end()
         self._thread.join()
 
-# %% ../nbs/02_device.ipynb #65876f0f
+# %% ../nbs/02_device.ipynb #cc504b44
 class CudaEvent(Event):
     "The same on CUDA: a mark in the stream's command queue"
     def __init__(self, stream):
-        self._error, self._origin = None, stream._origin
+        self.error, self._origin = None, stream._origin
         self._event = torch.cuda.Event(enable_timing=True)
 
     def query(self)->bool: return self._event.query()
@@ -147,7 +147,7 @@ class CudaEvent(Event):
             if time.perf_counter() > end: raise TimeoutError(f"event not done after {timeout} s")
             time.sleep(1e-4)
 
-# %% ../nbs/02_device.ipynb #3cf5ecc5
+# %% ../nbs/02_device.ipynb #39e7d83d
 class CudaStream(Stream):
     "The same on CUDA: `submit` runs `fn` at once, and what `fn` launches is queued by the device"
     def __init__(self, device="cuda", name=""):
@@ -162,7 +162,7 @@ class CudaStream(Stream):
         event = CudaEvent(self)
         with torch.cuda.stream(self._stream), torch.inference_mode():
             try: fn(*args)
-            except Exception as e: event._error = e
+            except Exception as e: event.error = e
             event._event.record(self._stream)
         return event
 

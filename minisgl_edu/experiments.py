@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -1067,6 +1067,84 @@ def scheduler(device="cpu", quick=False, seed=0):
         out.append(dict(mode=mode, requests=num, rows=rows, tokens=tokens, prefill_steps=len(ran) - len(decode), decode_steps=len(decode), longest=longest,
             idle=1 - (tokens - num) / (rows * len(decode)), seconds=statistics.median(times[mode]), low=min(times[mode]), high=max(times[mode]), roofline_s=roof, dtype=str(eng.dtype)))
     return out
+
+# %% ../nbs/16_scheduler.ipynb #58ae2858
+@experiment("16_scheduler", title="The gap between two tokens, by chunk size", units={"gap_ms": "ms", "ttft_ms": "ms", "roofline_gap_ms": "ms", "roofline_ttft_ms": "ms"})
+def chunk_gap(device="cpu", quick=False, seed=0):
+    "Four requests decode; a long prompt comes: what they feel, and what it waits"
+    import random, statistics, time
+    from dataclasses import replace
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
+    from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.scheduler import Scheduler
+    cuda = device == "cuda"
+    long, chunks, rounds = (96, (16, 32, 128), 1) if quick else (16384, (512, 1024, 2048, 4096, 8192, 16384), 3) if cuda else (768, (48, 96, 192, 384, 1024), 2)
+    eng = Engine(EngineConfig(device=device, num_pages=(long + 4 * 256) // 16 + 16, max_seq_len=min(2 * long, 8192) if not cuda else None, max_running_requests=8, policy="mixed", cache="naive", dummy_weights=cuda))
+    rng, vocab, ceilings = random.Random(seed), eng.model_config.vocab_size, measure_ceilings(device, eng.dtype, quick)
+    long = min(long, eng.max_seq_len - 8)
+    prompt = lambda n: [rng.randrange(vocab) for _ in range(n)]
+    params = lambda n: SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+    def once(chunk):
+        eng.config = replace(eng.config, max_prefill_length=chunk)
+        sched, tokens_at, bounds = Scheduler(eng), [], []
+        for uid in range(4): sched.add(uid, prompt(16), params(long // chunk + 12))
+        for _ in range(4): sched.step()
+        sched.add(9, prompt(long), params(1))
+        start = time.perf_counter()
+        while 9 in sched.ledger.live:
+            events = sched.step()
+            if any(e.uid == 0 for e in events): tokens_at.append(time.perf_counter())
+            bounds.append(roofline_ms(step_costs(eng.model_config, [(s.cached_len, s.device_len) for s in sched.last_batch.spans], eng.dtype), ceilings))
+        ttft = (time.perf_counter() - start) * 1e3
+        sched.close()
+        return dict(gap_ms=max(b - a for a, b in zip([start, *tokens_at], tokens_at)) * 1e3, ttft_ms=ttft, roofline_gap_ms=max(bounds), roofline_ttft_ms=sum(bounds))
+    once(chunks[-1])
+    runs = {c: [] for c in chunks}
+    for _ in range(rounds):
+        for c in chunks: runs[c].append(once(c))
+    eng.close()
+    return [dict(chunk=c, prompt=long, decoding=4, repeats=rounds, dtype=str(eng.dtype), **{k: statistics.median(r[k] for r in rs) for k in rs[0]},
+        **{f"{k}_{side}": pick(r[k] for r in rs) for k in ("gap_ms", "ttft_ms") for side, pick in (("low", min), ("high", max))}) for c, rs in runs.items()]
+
+# %% ../nbs/16_scheduler.ipynb #50bcba5e
+@experiment("16_scheduler", title="Time to first token, turn by turn", units={"ttft_ms": "ms", "roofline_ms": "ms"})
+def turns(device="cpu", quick=False, seed=0):
+    "One conversation, its prefix cached and not: a turn is a user's message and an answer"
+    import random, statistics, time
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
+    from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.scheduler import Scheduler
+    cuda = device == "cuda"
+    system, user, answer, num, rounds = (32, 16, 4, 2, 1) if quick else (2048, 512, 64, 8, 5) if cuda else (128, 64, 16, 5, 3)
+    total = system + num * (user + answer)
+    engines = {cache: Engine(EngineConfig(device=device, num_pages=2 * total // 16, max_seq_len=total, max_running_requests=2, cache=cache, dummy_weights=cuda))
+               for cache in ("naive", "radix")}
+    config, dtype = engines["radix"].model_config, engines["radix"].dtype
+    rng, ceilings, runs = random.Random(seed), measure_ceilings(device, dtype, quick), {}
+    for eng in engines.values():  # the first step of each length costs more
+        sched = Scheduler(eng)
+        for uid, n in enumerate((system, user)): sched.add(uid, list(range(n)), SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True))
+        while sched.has_work: sched.step()
+    for _ in range(rounds):
+        scheds = {cache: Scheduler(eng) for cache, eng in engines.items()}
+        history = [rng.randrange(config.vocab_size) for _ in range(system)]
+        for turn in range(1, num + 1):
+            history += [rng.randrange(config.vocab_size) for _ in range(user)]
+            for cache, sched in scheds.items():
+                start, ids, cached = time.perf_counter(), [], 0
+                sched.add(turn, history, SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True))
+                while sched.has_work:
+                    for event in sched.step():
+                        if not ids: runs.setdefault((cache, turn, len(history), event.cached_tokens), []).append((time.perf_counter() - start) * 1e3)
+                        ids.append(event.token_id)
+            history += ids
+        for sched in scheds.values(): sched.close()
+    rows = [dict(cache=cache, turn=turn, prompt=n, cached=cached, ttft_ms=statistics.median(ms), low=min(ms), high=max(ms), repeats=rounds, dtype=str(dtype),
+        roofline_ms=roofline_ms(step_costs(config, [(cached, n)], dtype), ceilings)) for (cache, turn, n, cached), ms in runs.items()]
+    for eng in engines.values(): eng.close()
+    return rows
 
 # %% ../nbs/17_overlap.ipynb #eb58dd79
 @experiment("17_overlap", title="Step time of both loops", units={"plain_ms": "ms", "overlapped_ms": "ms", "host_ms": "ms", "device_ms": "ms"})

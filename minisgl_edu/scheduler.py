@@ -319,7 +319,7 @@ class Queues:
         self.prefill.add(req, front=True)
         self.counts["retracted"] += 1
 
-# %% ../nbs/16_scheduler.ipynb #e563911f
+# %% ../nbs/16_scheduler.ipynb #18ed26b5
 class Steps(Queues):
     "Schedule, launch, process: the three pieces of every loop"
     def _schedule(self)->Plan|None:
@@ -348,7 +348,7 @@ class Steps(Queues):
             plan.event.synchronize()
             tokens, error = plan.tokens.tolist(), None
         except BaseException as e:
-            if not plan.event.query() or isinstance(e, KeyboardInterrupt): raise  # not the step: an interrupt broke into the wait
+            if e is not plan.event.error: raise  # not the step: an interrupt broke into the wait
             tokens, error = [None] * len(plan.batch), e
         self.launched.popleft()
         for req, span, token in zip(plan.batch.reqs, plan.batch.spans, tokens):
