@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 # %% auto #0
 __all__ = ['ACCENT', 'BASELINE', 'SECOND', 'THIRD', 'PREDICTED', 'SIMULATED', 'PALE', 'PAPER', 'WRONG', 'REQUEST_COLOURS',
            'PARTS', 'style', 'predicted', 'measured', 'recorded_points', 'simulated', 'label_lines', 'provenance_line',
-           'bars', 'engine_map', 'request_colour', 'page_table', 'batch_timeline', 'ladder']
+           'bars', 'engine_map', 'request_colour', 'page_table', 'batch_timeline', 'peers', 'ladder']
 
 # %% ../nbs/00_draw.ipynb #b3855ade
 ACCENT    = "#0072B2" # this chapter's idea
@@ -304,6 +304,24 @@ def batch_timeline(
     for i in range(0, len(steps), every): ax.text(x0 + i + 0.5, top + len(uids) + 0.45, i, ha="center", va="center", fontsize=7.5, color="0.4")
     ax.text(x0 - 0.3, top + len(uids) + 0.45, "step", ha="right", va="center", fontsize=7.5, color="0.4")
     if title: ax.text(0, 0.5, title, fontweight="bold", va="center")
+    plt.show()
+
+# %% ../nbs/00_draw.ipynb #68977195
+def peers(
+    record:dict,     # From chapter 26: rows with workload, peer, tokens_per_s, low, high, ratio, ideal_tokens_per_s; ours first in each workload
+    workload:str=""  # Model, dtype and the like, for the small print
+)->None:
+    "Output tokens per second of the engine and its peers, a panel for each workload, with the roofline"
+    groups = {}
+    for r in record["rows"]: groups.setdefault(r["workload"], []).append(r)
+    fig, axes = plt.subplots(len(groups), 1, figsize=(7.5, sum(0.35 * len(rows) + 0.75 for rows in groups.values()) + 0.4), squeeze=False,
+                             height_ratios=[len(rows) + 0.8 for rows in groups.values()])
+    for ax, (name, rows) in zip(axes[:, 0], groups.items()):
+        bars(ax, [r["peer"] for r in rows], [r["tokens_per_s"] for r in rows], [r["low"] for r in rows], [r["high"] for r in rows],
+             predicted=[rows[0]["ideal_tokens_per_s"]] + [None] * (len(rows) - 1), baseline=[r["peer"] for r in rows[1:]])
+        ax.set_title(f"{name}: {min(r['ratio'] for r in rows[1:]):.1f}x the best peer", fontsize=10)
+    axes[-1, 0].set_xlabel("output tokens per second (dashed: roofline)")
+    provenance_line(fig, record, workload)
     plt.show()
 
 # %% ../nbs/00_draw.ipynb #736e850c

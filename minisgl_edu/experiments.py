@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark', 'online']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -1430,3 +1430,11 @@ def benchmark(device="cpu", quick=False, seed=0):
     from minisgl_edu.benchmark import run_benchmark
     if device != "cpu": return [{"skipped": "needs the default model on this device's machine", "tokens_per_s": None}]
     return run_benchmark(None, device, quick, seed)
+
+# %% ../nbs/26_benchmark.ipynb #f5cceb9f
+@experiment("26_benchmark", title="Requests that arrive", units={"ttft_ms": "ms", "ms": "ms", "tokens_per_s": "tokens/s"})
+def online(device="cpu", quick=False, seed=0):
+    "Poisson arrivals over HTTP, a conversation, what the server and the host cost"
+    from minisgl_edu.benchmark import run_online
+    if device != "cpu": return [{"skipped": "needs a web framework and the default model on this device's machine"}]
+    return run_online(None, device, quick, seed)
