@@ -64,18 +64,18 @@ def _rope_kind(
     if kind not in ROPE_TYPES: raise ValueError(f"rope type {kind!r} is not supported{why}; supported: {', '.join(ROPE_TYPES)}")
     return kind
 
-# %% ../nbs/04_checkpoint.ipynb #b21c3007
+# %% ../nbs/04_checkpoint.ipynb #a8068972
 def _rope(
     raw:dict # config.json
 )->tuple[float, dict|None]: # (theta, scaling or None)
     "Rotary settings in the old spelling (`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`)"
-    old, new, limit = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}, raw.get("max_position_embeddings")
+    old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     params, kind = {**new, **old}, _rope_kind(old or new)
     if old and new and kind != _rope_kind(new): raise ValueError(f"rope_scaling ({kind!r}) and rope_parameters ({_rope_kind(new)!r}) contradict each other")
     need, may = ROPE_TYPES[kind]
-    if "original_max_position_embeddings" in need: # as transformers finds it
-        params["original_max_position_embeddings"] = original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or limit
-        if kind == "yarn" and params.get("factor") is None and limit and original: params["factor"] = limit / original
+    original, limit = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings"), raw.get("max_position_embeddings")
+    if "original_max_position_embeddings" in need: params["original_max_position_embeddings"] = original # some files have it outside
+    if kind == "yarn" and params.get("factor") is None and limit and original: params["factor"] = limit / original
     if params.get("partial_rotary_factor") == 1: del params["partial_rotary_factor"]
     if unknown := [f"{n}={v!r}" for n, v in params.items() if n not in _ROPE_ANY.union(need, may) and v is not None]:
         raise ValueError(f"rope type {kind!r}: {', '.join(unknown)} is not supported")
