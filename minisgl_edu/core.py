@@ -193,7 +193,7 @@ class AttentionBackend(Protocol):
     )->torch.Tensor:       # [num_tokens, num_qo_heads, head_dim]
         "Store k and v at `ctx.out_loc`, then attend: causal, over all tokens up to each position"
 
-# %% ../nbs/01_core.ipynb #b6e59f03
+# %% ../nbs/01_core.ipynb #2501e522
 @runtime_checkable
 class Ops(Protocol):
     "The arithmetic a decoder layer needs besides attention; all shapes `[num_tokens, features]`"
@@ -201,7 +201,9 @@ class Ops(Protocol):
     def linear(self, x:torch.Tensor, weight:torch.Tensor, bias:torch.Tensor|None=None)->torch.Tensor: ...
     def rms_norm(self, x:torch.Tensor, weight:torch.Tensor, eps:float)->torch.Tensor: ...
     def add_rms_norm(self, x:torch.Tensor, residual:torch.Tensor, weight:torch.Tensor, eps:float)->tuple[torch.Tensor, torch.Tensor]: ...
-    def rope(self, q:torch.Tensor, k:torch.Tensor, cos_sin:torch.Tensor)->tuple[torch.Tensor, torch.Tensor]: ...
+    def rope(self, q:torch.Tensor, k:torch.Tensor, cos_sin:torch.Tensor, q_weight:torch.Tensor|None=None,
+             k_weight:torch.Tensor|None=None, eps:float=1e-6)->tuple[torch.Tensor, torch.Tensor]: ... # weights: norm each head first
+    def grouped_linear(self, x:torch.Tensor, weight:torch.Tensor, ends:torch.Tensor)->torch.Tensor: ... # rows up to ends[i] by weight[i]
     def silu_mul(self, gate_up:torch.Tensor)->torch.Tensor: ...
 
 # %% ../nbs/01_core.ipynb #920c4528

@@ -13,8 +13,9 @@ import torch
 
 # %% auto #0
 __all__ = ['pick_device', 'Event', 'Stream', 'CudaEvent', 'CudaStream', 'Timing', 'time_once', 'measure_interleaved', 'measure',
-           'weight_bytes', 'kv_bytes_per_token', 'OpCost', 'linear_cost', 'attention_cost', 'step_costs', 'Ceilings',
-           'measure_ceilings', 'op_ms', 'roofline_ms', 'bound_by', 'memory_free']
+           'sparse_and_dense', 'weight_bytes', 'kv_heads_of', 'kv_bytes_per_token', 'OpCost', 'linear_cost',
+           'attention_cost', 'expert_costs', 'step_costs', 'Ceilings', 'measure_ceilings', 'op_ms', 'roofline_ms',
+           'bound_by', 'memory_free']
 
 # %% ../nbs/02_device.ipynb #fe15e5fe
 def pick_device(
@@ -218,7 +219,15 @@ def measure(
     "Time one function"
     return measure_interleaved({"": fn}, repeats, warmup, device)[""]
 
-# %% ../nbs/02_device.ipynb #80bdfa69
+# %% ../nbs/02_device.ipynb #f66746d9
+def sparse_and_dense(
+    config # A model's shape, read by attribute
+)->tuple[int, int]: # Layers with experts, layers with one MLP
+    "How many layers choose among experts (the last section of chapter 06), and how many do not"
+    sparse = len(getattr(config, "sparse_layers", ()))
+    return sparse, config.num_layers - sparse
+
+# %% ../nbs/02_device.ipynb #a8f8029b
 def weight_bytes(
     config,           # A model's shape, read by attribute
     dtype:torch.dtype # Of the weights
@@ -226,19 +235,32 @@ def weight_bytes(
     "Memory that all the weights take"
     c, kv = config, config.num_kv_heads * config.head_dim
     q = c.num_qo_heads * c.head_dim
-    layer = c.hidden_size * (2*q + 2*kv + 3*c.intermediate_size + 2)
-    layer += (q + 2*kv) * c.attention_bias + 2 * c.head_dim * c.qk_norm
+    layer = c.hidden_size * (2*q + 2*kv + 2) + (q + 2*kv) * c.attention_bias + 2 * c.head_dim * c.qk_norm
+    sparse, dense = sparse_and_dense(c) # a sparse layer has a router and many small MLPs
+    mlps = c.hidden_size * (dense * 3 * c.intermediate_size + (sparse and sparse * c.num_experts * (3 * c.expert_size + 1)))
     tables = c.vocab_size * (1 if c.tie_embeddings else 2)
-    return (c.num_layers * layer + c.hidden_size * (tables + 1)) * dtype.itemsize
+    return (c.num_layers * layer + mlps + c.hidden_size * (tables + 1)) * dtype.itemsize
 
-# %% ../nbs/02_device.ipynb #8e34a0f2
+# %% ../nbs/02_device.ipynb #87089482
+def kv_heads_of(
+    num_kv_heads:int, # Of the model
+    size:int=1,       # Ranks that share them
+    rank:int=0        # Which of them
+)->range: # The KV heads that this rank holds, at least one
+    "An equal share of the KV heads, or one whole head together with its neighbours"
+    if max(num_kv_heads, size) % min(num_kv_heads, size):
+        raise ValueError(f"KV heads = {num_kv_heads} cannot be divided among {size} ranks, nor shared by equal groups of them")
+    first = rank * num_kv_heads // size
+    return range(first, first + max(1, num_kv_heads // size))
+
+# %% ../nbs/02_device.ipynb #cde158ec
 def kv_bytes_per_token(
     config,            # A model's shape, read by attribute
     dtype:torch.dtype, # Of the KV cache
     tp:int=1           # Ranks that share the heads
 )->int: # Bytes on one rank
     "Memory that one token's keys and values take, over all layers"
-    return 2 * config.num_layers * max(1, config.num_kv_heads // tp) * config.head_dim * dtype.itemsize
+    return 2 * config.num_layers * len(kv_heads_of(config.num_kv_heads, tp)) * config.head_dim * dtype.itemsize
 
 # %% ../nbs/02_device.ipynb #ad3eab4b
 class OpCost(NamedTuple):
@@ -247,18 +269,19 @@ class OpCost(NamedTuple):
     bytes: int # Read and written, each once
     flops: int # A multiply and an add count as two
 
-# %% ../nbs/02_device.ipynb #e7cb1ba8
+# %% ../nbs/02_device.ipynb #81bbdc13
 def linear_cost(
     name:str,      # As it should appear in the list
     rows:int,      # Tokens that go through it
     num_in:int,    # Features in
     num_out:int,   # Features out
     itemsize:int,  # Bytes of a number
-    layers:int=1   # How many such layers
+    layers:int=1,  # How many such layers
+    matrices:float=1 # How many such matrices a layer reads; each row goes through one of them
 )->OpCost: # Weights read once; activations read and written once
     "A matrix multiply `[rows, num_in] @ [num_in, num_out]`"
-    numbers = num_in * num_out + rows * (num_in + num_out)
-    return OpCost(name, layers * numbers * itemsize, layers * 2 * rows * num_in * num_out)
+    numbers = matrices * num_in * num_out + rows * (num_in + num_out)
+    return OpCost(name, int(layers * numbers * itemsize), layers * 2 * rows * num_in * num_out)
 
 # %% ../nbs/02_device.ipynb #5d13d64a
 def attention_cost(
@@ -276,7 +299,21 @@ def attention_cost(
     numbers = head_dim * (2 * kv_heads * kv_tokens + 2 * q_heads * new)
     return OpCost("attention", layers * numbers * itemsize, layers * 4 * head_dim * q_heads * pairs)
 
-# %% ../nbs/02_device.ipynb #31536168
+# %% ../nbs/02_device.ipynb #973f4b95
+def expert_costs(
+    config,       # A sparse model's shape, read by attribute
+    rows:int,     # Tokens
+    itemsize:int, # Bytes of a number
+    tp:int=1      # Ranks, each of which holds a part of every expert
+)->list[OpCost]: # Router and experts
+    "The sparse layers' MLPs: FLOPs of the chosen experts, bytes of those expected to be touched"
+    c, num, chosen, inner = config, config.num_experts, config.experts_per_token, config.expert_size // tp
+    layers, touched = len(c.sparse_layers), num * (1 - (1 - chosen / num) ** rows)
+    return [linear_cost("router", rows, c.hidden_size, num, itemsize, layers),
+        linear_cost("experts gate_up", rows * chosen, c.hidden_size, 2 * inner, itemsize, layers, touched),
+        linear_cost("experts down", rows * chosen, inner, c.hidden_size, itemsize, layers, touched)]
+
+# %% ../nbs/02_device.ipynb #f699f6f0
 def step_costs(
     config,                       # A model's shape, read by attribute
     spans:list[tuple[int, int]],  # (cached_len, device_len) of each request
@@ -286,15 +323,18 @@ def step_costs(
     "Bytes and FLOPs of one step, by operation"
     c, size, layers = config, dtype.itemsize, config.num_layers
     rows, last = sum(d - c for c, d in spans), len(spans) # logits are computed for last tokens only
-    q, kv, inner = c.num_qo_heads // tp, max(1, c.num_kv_heads // tp), c.intermediate_size // tp
+    q, kv, inner = c.num_qo_heads // tp, len(kv_heads_of(c.num_kv_heads, tp)), c.intermediate_size // tp
+    sparse, dense = sparse_and_dense(c)
+    gated = dense * inner + (sparse and sparse * c.experts_per_token * (c.expert_size // tp))
     # norms: add to the residual, then scale; rope: q and k, in place; SwiGLU: two in, one out
-    pointwise = layers * rows * (8*c.hidden_size + 2*c.head_dim*(q + kv) + 3*inner) * size
+    pointwise = rows * (layers * (8*c.hidden_size + 2*c.head_dim*(q + kv)) + 3*gated) * size
     return [OpCost("embedding", 2 * rows * c.hidden_size * size, 0),
         linear_cost("qkv", rows, c.hidden_size, (q + 2*kv) * c.head_dim, size, layers),
         attention_cost(spans, q, kv, c.head_dim, size, layers),
         linear_cost("o", rows, q * c.head_dim, c.hidden_size, size, layers),
-        linear_cost("gate_up", rows, c.hidden_size, 2 * inner, size, layers),
-        linear_cost("down", rows, inner, c.hidden_size, size, layers),
+        linear_cost("gate_up", rows, c.hidden_size, 2 * inner, size, dense),
+        linear_cost("down", rows, inner, c.hidden_size, size, dense),
+        *(expert_costs(c, rows, size, tp) if sparse else []),
         OpCost("pointwise", pointwise, pointwise // size),
         linear_cost("lm_head", last, c.hidden_size, -(-c.vocab_size // tp), size)]
 

@@ -14,9 +14,9 @@ import torch
 # %% auto #0
 __all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'PoolPlan', 'plan_pool', 'Engine', 'make_context', 'StaticBatch']
 
-# %% ../nbs/13_engine.ipynb #bb3c8a81
+# %% ../nbs/13_engine.ipynb #2c72c3cb
 from .core import Batch, ForwardContext, Req, SamplingParams, check_number
-from .device import Stream, memory_free, pick_device, weight_bytes
+from .device import Stream, kv_heads_of, memory_free, pick_device, weight_bytes
 from .distributed import TPGroup, single
 from .checkpoint import ModelConfig, dummy_weights, load_weights, resolve_model, torch_dtype
 from .layers import PackedOps, TorchOps, can_pack
@@ -137,7 +137,7 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #26361db4
+# %% ../nbs/13_engine.ipynb #35c3bca4
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -166,7 +166,7 @@ class Engine:
         plan = self._plan(before)
         self.num_pages, self.max_seq_len = plan.num_pages, plan.max_seq_len
         self.dummy_page, self.dummy_row = plan.num_pages, self.config.max_running_requests
-        mc, heads = self.model_config, self.model_config.num_kv_heads // self.tp.size
+        mc, heads = self.model_config, len(kv_heads_of(self.model_config.num_kv_heads, self.tp.size))
         self.pool = KVPool(mc.num_layers, plan.num_pages, self.page_size, heads, mc.head_dim, self.device, self.dtype)
         self.page_table = create_page_table(self.config.max_running_requests + 1, self.max_seq_len, self.device)
         self.backend = make_backend(backend, mc, self.pool, self.page_table)

@@ -593,10 +593,10 @@ class TritonAttention:
                                      extends.lens, extends.max_extend, out)
         return out
 
-# %% ../nbs/09_kernels.ipynb #097230df
+# %% ../nbs/09_kernels.ipynb #479e2176
 class TritonOps(TorchOps):
     "`Ops` by our own kernels; products and look-ups stay with PyTorch, whose libraries do them well. `rope` works in place"
     def rms_norm(self, x, weight, eps): return rms_norm(x, weight, eps)
     def add_rms_norm(self, x, residual, weight, eps): return add_rms_norm(x, residual, weight, eps)
-    def rope(self, q, k, cos_sin): return rope(q, k, cos_sin)
+    def rope(self, q, k, cos_sin, q_weight=None, k_weight=None, eps=1e-6): return rope(q, k, cos_sin, q_weight, k_weight, eps)
     def silu_mul(self, gate_up): return silu_mul(gate_up)

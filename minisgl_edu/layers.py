@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 # %% auto #0
-__all__ = ['default_inv_freq', 'llama3_inv_freq', 'rope_inv_freq', 'rope_table', 'rope_rows', 'TorchOps', 'can_pack', 'PackedOps',
-           'Layer', 'RMSNorm', 'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
+__all__ = ['default_inv_freq', 'llama3_inv_freq', 'yarn_inv_freq', 'attention_factor', 'rope_inv_freq', 'rope_table', 'rope_rows',
+           'TorchOps', 'can_pack', 'PackedOps', 'Layer', 'RMSNorm', 'VocabEmbedding', 'ColumnLinear', 'RowLinear',
+           'LMHead']
 
-# %% ../nbs/05_layers.ipynb #6b0d4f31
+# %% ../nbs/05_layers.ipynb #3c94ea96
 from .core import Ops
 from .distributed import TPGroup, divide
-from .checkpoint import ModelConfig, WeightSlot
+from .checkpoint import ROPE_TYPES, ModelConfig, WeightSlot
 
 # %% ../nbs/05_layers.ipynb #fa7c9d6e
 def default_inv_freq(
@@ -38,19 +39,47 @@ def llama3_inv_freq(
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return inv_freq * (keep + (1 - keep) / scaling["factor"])
 
-# %% ../nbs/05_layers.ipynb #492e9dfd
+# %% ../nbs/05_layers.ipynb #620377c7
+def yarn_inv_freq(
+    inv_freq:torch.Tensor, # [head_dim / 2] unscaled
+    scaling:dict,          # `factor`, `original_max_position_embeddings`; maybe `beta_fast` (32), `beta_slow` (1), `truncate` (True)
+    theta:float            # Base of the geometric series
+)->torch.Tensor:           # [head_dim / 2]
+    "Slow pairs turn `factor` times slower, fast ones as before, a straight ramp over the pairs between"
+    pairs, original = len(inv_freq), scaling["original_max_position_embeddings"]
+    low, high = (pairs * math.log(original / (2 * math.pi * turns), theta) # the pair that makes so many turns
+                 for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True): low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    slow = ((torch.arange(pairs) - low) / (high - low or 0.001)).clamp(0, 1)
+    return inv_freq * (1 - slow) + inv_freq / scaling["factor"] * slow
+
+def attention_factor(
+    scaling:dict|None # As the config has it
+)->float: # 1 for everything but YaRN
+    "What cosines and sines are multiplied by"
+    if not scaling or _kind(scaling) != "yarn": return 1.0
+    if scaling.get("attention_factor") is not None: return scaling["attention_factor"]
+    sharper = lambda m: 1 + 0.1 * m * math.log(max(1, scaling["factor"]))
+    one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return sharper(one) / sharper(all_dims) if one and all_dims else sharper(1)
+
+# %% ../nbs/05_layers.ipynb #5ef5f4c0
+def _kind(scaling): return scaling.get("rope_type") or scaling.get("type") or "default"
+
 def rope_inv_freq(
     config:ModelConfig # Reads `head_dim`, `rope_theta`, `rope_scaling`
 )->torch.Tensor:       # [head_dim / 2] float32
     "Rotation speeds as the config asks for them; an unknown scaling is refused"
-    inv_freq = default_inv_freq(config.head_dim, config.rope_theta)
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default": return inv_freq
-    if kind == "llama3": return llama3_inv_freq(inv_freq, scaling)
-    raise ValueError(f"rope_scaling: unknown type {kind!r}; supported: 'default', 'llama3'")
+    inv_freq, scaling = default_inv_freq(config.head_dim, config.rope_theta), config.rope_scaling or {}
+    match _kind(scaling):
+        case "default": return inv_freq
+        case "linear": return inv_freq / scaling["factor"]
+        case "llama3": return llama3_inv_freq(inv_freq, scaling)
+        case "yarn": return yarn_inv_freq(inv_freq, scaling, config.rope_theta)
+        case kind: raise ValueError(f"rope_scaling: unknown type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
 
-# %% ../nbs/05_layers.ipynb #b3274f25
+# %% ../nbs/05_layers.ipynb #dd2d8bcd
 def rope_table(
     config:ModelConfig, # Reads `head_dim`, `rope_theta`, `rope_scaling`
     max_len:int,        # Positions
@@ -58,7 +87,7 @@ def rope_table(
 )->torch.Tensor:        # [max_len, head_dim] float32: cosines, then sines
     "Cosine and sine of every angle at every position, computed once and for all"
     angles = torch.outer(torch.arange(max_len, device="cpu").float(), rope_inv_freq(config))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(config.rope_scaling)).to(device)
 
 # %% ../nbs/05_layers.ipynb #5f5d6346
 def rope_rows(
@@ -70,7 +99,7 @@ def rope_rows(
     cos, sin = table[positions].to(dtype).chunk(2, dim=-1)
     return torch.cat((cos, cos, -sin, sin), dim=-1)
 
-# %% ../nbs/05_layers.ipynb #a94577d7
+# %% ../nbs/05_layers.ipynb #c43bdc3f
 class TorchOps:
     "`Ops` in plain PyTorch: runs on every device and in every dtype"
     def embedding(self, ids, weight): return F.embedding(ids, weight)
@@ -86,7 +115,16 @@ class TorchOps:
         residual = x + residual
         return self.rms_norm(residual, weight, eps), residual
 
-    def rope(self, q, k, cos_sin): # `cos_sin` from `rope_rows`
+    def grouped_linear(self, x, weight, ends): # x [rows, in], sorted; weight [num, out, in]; ends [num] int32
+        if x.is_cuda and x.dtype.itemsize == 2: return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        out, start = x.new_empty(len(x), weight.shape[1]), 0
+        for w, end in zip(weight, ends.tolist()):
+            if end > start: torch.mm(x[start:end], w.T, out=out[start:end])
+            start = end
+        return out
+
+    def rope(self, q, k, cos_sin, q_weight=None, k_weight=None, eps=1e-6): # `cos_sin` from `rope_rows`
+        if q_weight is not None: q, k = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
         cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)                # [num_tokens, 1, head_dim]
         half = q.shape[-1] // 2
         return tuple((x * cos).addcmul_(x.roll(half, -1), sin) for x in (q, k))
@@ -174,7 +212,7 @@ class VocabEmbedding(Layer):
     def slots(self, prefix):
         return {f"{prefix}.weight": WeightSlot(self.weight, (self.vocab, self.weight.shape[1]), (self.part, slice(None)))}
 
-# %% ../nbs/05_layers.ipynb #7eb2333b
+# %% ../nbs/05_layers.ipynb #78cad717
 class ColumnLinear(Layer):
     "Several linears of one input as one matrix; each rank holds an equal part of every output"
     def __init__(self,
@@ -182,11 +220,13 @@ class ColumnLinear(Layer):
         outs:dict[str,int], # Name in the checkpoint -> output features, in the order of the output
         bias:bool,          # Is something added to each output?
         tp:TPGroup,         # Who else holds a part
-        ops:Ops             # Does the arithmetic
+        ops:Ops,            # Does the arithmetic
+        parts:dict[str,slice]|None=None # This rank's features of some outputs, where it is not an equal part
     ):
         super().__init__()
-        self.outs, self.tp, self.ops = outs, tp, ops
-        self.sizes = [divide(n, tp.size, name) for name, n in outs.items()]
+        self.outs, self.ops = outs, ops
+        self.parts = {name: (parts or {}).get(name) or _shard(n, tp, name) for name, n in outs.items()}
+        self.sizes = [part.stop - part.start for part in self.parts.values()]
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), size))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if bias else None
 
@@ -195,7 +235,7 @@ class ColumnLinear(Layer):
     def slots(self, prefix):
         slots, start = {}, 0
         for (name, n), size in zip(self.outs.items(), self.sizes):
-            src, dst = _shard(n, self.tp, name), slice(start, start + size)
+            src, dst = self.parts[name], slice(start, start + size)
             slots[f"{prefix}.{name}.weight"] = WeightSlot(self.weight, (n, self.weight.shape[1]), (src, slice(None)), dst)
             if self.bias is not None: slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, (n,), (src,), dst)
             start += size

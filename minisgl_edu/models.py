@@ -12,15 +12,16 @@ from torch import nn
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'Attention', 'MLP', 'DecoderLayer', 'DecoderModel', 'create_model', 'DenseAttention', 'full_context',
-           'generate_naive']
+           'generate_naive', 'MoE']
 
-# %% ../nbs/06_models.ipynb #8ce0d3e1
+# %% ../nbs/06_models.ipynb #60d72d51
 from .core import AttentionBackend, ForwardContext, Ops
+from .device import kv_heads_of
 from .distributed import TPGroup, divide, single
-from .checkpoint import ModelConfig, WeightSlot
+from .checkpoint import FAMILIES, ModelConfig, WeightSlot
 from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, rope_rows, rope_table
 
-# %% ../nbs/06_models.ipynb #07127a18
+# %% ../nbs/06_models.ipynb #7c8c9b8e
 class Attention(Layer):
     "Project to queries, keys and values, rotate, attend, project back"
     def __init__(self,
@@ -31,19 +32,24 @@ class Attention(Layer):
     ):
         super().__init__()
         self.layer_id, self.ops = layer_id, ops
-        num_qo, num_kv = divide(config.num_qo_heads, tp.size, "query heads"), divide(config.num_kv_heads, tp.size, "KV heads")
-        self.heads, self.head_dim = (num_qo, num_kv, num_kv), config.head_dim
+        num_qo, mine = divide(config.num_qo_heads, tp.size, "query heads"), kv_heads_of(config.num_kv_heads, tp.size, tp.rank)
+        self.heads, self.head_dim = (num_qo, len(mine), len(mine)), config.head_dim
         q, kv = config.num_qo_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.qkv = ColumnLinear(config.hidden_size, dict(q_proj=q, k_proj=kv, v_proj=kv), config.attention_bias, tp, ops)
+        part = slice(mine.start * self.head_dim, mine.stop * self.head_dim)
+        self.qkv = ColumnLinear(config.hidden_size, dict(q_proj=q, k_proj=kv, v_proj=kv), config.attention_bias, tp, ops, dict(k_proj=part, v_proj=part))
         self.o = RowLinear(q, config.hidden_size, tp, ops)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps, ops) if config.qk_norm else None for _ in range(2))
 
     def forward(self, x, cos_sin, ctx, attention):
         qkv = self.qkv(x).view(-1, sum(self.heads), self.head_dim) # [num_tokens, heads of q, k and v, head_dim]
         q, k, v = qkv.split(self.heads, dim=1)
-        q, k = self.ops.rope(q, k, cos_sin)
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.q_norm else ()
+        q, k = self.ops.rope(q, k, cos_sin, *norms)
         return self.o(attention.forward(q, k, v, self.layer_id, ctx).flatten(1))
 
-    def slots(self, prefix): return {**self.qkv.slots(prefix), **self.o.slots(f"{prefix}.o_proj")}
+    def slots(self, prefix):
+        norms = {**self.q_norm.slots(f"{prefix}.q_norm"), **self.k_norm.slots(f"{prefix}.k_norm")} if self.q_norm else {}
+        return {**self.qkv.slots(prefix), **self.o.slots(f"{prefix}.o_proj"), **norms}
 
 # %% ../nbs/06_models.ipynb #b01dd4b9
 class MLP(Layer):
@@ -62,7 +68,7 @@ class MLP(Layer):
 
     def slots(self, prefix): return {**self.gate_up.slots(prefix), **self.down.slots(f"{prefix}.down_proj")}
 
-# %% ../nbs/06_models.ipynb #c03e03ed
+# %% ../nbs/06_models.ipynb #0b99f436
 class DecoderLayer(Layer):
     "Attention and MLP, each after a norm; what they add to is carried along as `residual`"
     def __init__(self,
@@ -75,7 +81,7 @@ class DecoderLayer(Layer):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.attention = Attention(config, layer_id, tp, ops)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.mlp = MLP(config, tp, ops)
+        self.mlp = (MoE if layer_id in config.sparse_layers else MLP)(config, tp, ops) # a mixture of experts: the last section
 
     def forward(self,
         x:torch.Tensor,            # [num_tokens, hidden] what the layer before adds
@@ -133,8 +139,8 @@ class DecoderModel(Layer):
         for i, layer in enumerate(self.layers): slots.update(layer.slots(f"model.layers.{i}"))
         return slots
 
-# %% ../nbs/06_models.ipynb #d159d9a1
-ARCHITECTURES = {"LlamaForCausalLM": DecoderModel}
+# %% ../nbs/06_models.ipynb #83e1437f
+ARCHITECTURES = dict.fromkeys(FAMILIES, DecoderModel) # one decoder, configured
 
 def create_model(
     config:ModelConfig,                   # Names the architecture
@@ -188,3 +194,46 @@ def generate_naive(
         tokens.append(int(logits.argmax(-1)))
         if tokens[-1] in eos: break
     return tokens[len(prompt_ids):]
+
+# %% ../nbs/06_models.ipynb #9bf292b9
+class MoE(Layer):
+    "A router picks a few of many small MLPs for each token, and their answers are added by their shares"
+    def __init__(self,
+        config:ModelConfig, # Sizes
+        tp:TPGroup,         # Who shares the features inside each expert
+        ops:Ops             # Arithmetic
+    ):
+        super().__init__()
+        self.config, self.tp, self.ops = config, tp, ops
+        num, hidden, inner = config.num_experts, config.hidden_size, divide(config.expert_size, tp.size, "features of an expert")
+        self.part = slice(tp.rank * inner, (tp.rank + 1) * inner)
+        self.router = nn.Parameter(torch.empty(num, hidden))
+        self.gate_up = nn.Parameter(torch.empty(num, 2 * inner, hidden))
+        self.down = nn.Parameter(torch.empty(num, hidden, inner))
+
+    def route(self,
+        x:torch.Tensor # [num_tokens, hidden]
+    )->tuple[torch.Tensor, torch.Tensor]: # [num_tokens, k] shares, and numbers of the experts
+        "The experts of each token, likeliest first"
+        odds = F.softmax(self.ops.linear(x, self.router), dim=-1, dtype=torch.float32)
+        shares, experts = odds.topk(self.config.experts_per_token)
+        if self.config.norm_topk: shares = shares / shares.sum(-1, keepdim=True)
+        return shares.to(x.dtype), experts
+
+    def forward(self, x):
+        (shares, experts), k = self.route(x), self.config.experts_per_token
+        chosen, order = experts.flatten().sort(stable=True)      # rows by expert; row i belongs to token i // k
+        ends = torch.searchsorted(chosen, torch.arange(self.config.num_experts, device=x.device), right=True).int()
+        y = self.ops.silu_mul(self.ops.grouped_linear(x[order // k], self.gate_up, ends))
+        y = self.ops.grouped_linear(y, self.down, ends)
+        answers = torch.empty_like(y).index_copy_(0, order, y).view(len(x), k, -1) # by token again
+        return self.tp.all_reduce((answers * shares.unsqueeze(-1)).sum(1))
+
+    def slots(self, prefix):
+        c, inner, whole = self.config, self.gate_up.shape[1] // 2, slice(None)
+        slots, shape = {f"{prefix}.gate.weight": WeightSlot(self.router, tuple(self.router.shape))}, (c.expert_size, c.hidden_size)
+        for i in range(c.num_experts):
+            for name, rows in (("gate", slice(inner)), ("up", slice(inner, None))):
+                slots[f"{prefix}.experts.{i}.{name}_proj.weight"] = WeightSlot(self.gate_up, shape, (self.part, whole), (i, rows))
+            slots[f"{prefix}.experts.{i}.down_proj.weight"] = WeightSlot(self.down, shape[::-1], (whole, self.part), (i,))
+        return slots

@@ -48,17 +48,55 @@ def test_rope_is_read_in_every_spelling(keys):
     c = ModelConfig.from_dict({**TINY, **keys})
     assert c.rope_theta == 5e5 and c.rope_scaling["rope_type"] == "llama3" and c.rope_scaling["factor"] == 32.0
 
+MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+
 @pytest.mark.parametrize("change, names", [
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"), ({"architectures": None}, "None"),
-    ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM is not built yet"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"), ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-    ({"sliding_window": 4096}, "sliding_window=4096"), ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic' is not supported: its angles change"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported: its angles change"), ({"rope_scaling": {"type": "su"}}, "'su' is not supported;"),
+    ({"rope_scaling": {"type": "linear"}}, "factor=None"), ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor=-2"), ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor='4'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4, "long_factor": [1]}}, "long_factor=[1]"), ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope_section"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type (full_attention)"), ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}, "contradict"), ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
+    ({"sliding_window": 16}, "sliding_window=16"), ({"architectures": ["MistralForCausalLM"], "sliding_window": 63}, "sliding_window=63"),
+    ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window=4096"), # what a file without the field means
+    ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"), ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"), ({"compression_config": {"format": "int"}}, "compression_config"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"attention_bias": True}, "attention_bias"), ({"mlp_bias": True}, "mlp_bias"),
+    ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias=True"), ({"head_dim": 7}, "head_dim=7"),
+    ({"architectures": ["Qwen3MoeForCausalLM"]}, "num_experts"), ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_experts=8"), ({**MOE, "moe_intermediate_size": 0}, "moe_intermediate_size"),
     ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"), ({"vocab_size": None}, "vocab_size")])
 def test_what_the_engine_cannot_do_is_refused_by_name(tmp_path, change, names):
     write(tmp_path, "config.json", {**TINY, **change})
     with pytest.raises(ValueError) as e: ModelConfig.from_dir(tmp_path)
     assert names in str(e.value) and str(tmp_path) in str(e.value) and "\n" not in str(e.value)
+
+def test_families_differ_where_their_papers_do():
+    llama, mistral, qwen2, qwen3 = (ModelConfig.from_dict({**TINY, "architectures": [f"{name}ForCausalLM"]}) for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+    assert (mistral.attention_bias, mistral.qk_norm) == (llama.attention_bias, llama.qk_norm) == (False, False)
+    assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 8) and (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    few = {k: v for k, v in TINY.items() if k != "num_key_value_heads"} | {"num_attention_heads": 32, "head_dim": 8}
+    assert [ModelConfig.from_dict({**few, "architectures": [f"{name}ForCausalLM"]}).num_kv_heads for name in ("Llama", "Mistral", "Qwen2")] == [32, 8, 32]
+
+@pytest.mark.parametrize("arch, change", [("Mistral", {"sliding_window": None, "max_position_embeddings": 32768}), ("Mistral", {"sliding_window": 64}), ("Mistral", {}),
+    ("Qwen2", {"use_sliding_window": False, "sliding_window": 16}), ("Qwen2", {"sliding_window": 16}), ("Qwen3", {"layer_types": ["full_attention"] * 2})])
+def test_windows_that_hide_nothing_are_no_windows(arch, change): ModelConfig.from_dict({**TINY, "architectures": [f"{arch}ForCausalLM"], **change})
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_experts(key):
+    raw = {**TINY, **{k: v for k, v in MOE.items() if k != "num_experts"}, key: 8, "num_hidden_layers": 6}
+    c = ModelConfig.from_dict(raw)
+    assert (c.num_experts, c.experts_per_token, c.expert_size, c.norm_topk, c.sparse_layers, c.qk_norm) == (8, 2, 16, False, tuple(range(6)), True)
+    assert ModelConfig.from_dict({**raw, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True}).sparse_layers == (1, 5)
+    assert ModelConfig.from_dict({**raw, key: 0}).sparse_layers == () and hash(c) != hash(ModelConfig.from_dict({**raw, key: 4}))
+
+def test_yarn_says_how_long_the_context_is():
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "finetuned": True, "beta_fast": None}}
+    assert ModelConfig.from_dict({**TINY, **yarn}).max_position == 256                           # as Qwen documents it: only the scaling is added
+    assert ModelConfig.from_dict({**TINY, **yarn, "max_position_embeddings": 300}).max_position == 300
+    c = ModelConfig.from_dict({**TINY, "rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}})
+    assert c.rope_scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} and c.max_position == 64
+    assert ModelConfig.from_dict({**TINY, "original_max_position_embeddings": 8, **yarn}).rope_scaling["original_max_position_embeddings"] == 8 # as transformers prefers it
 
 def test_errors_name_the_path(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json"): ModelConfig.from_dir(tmp_path)
@@ -161,6 +199,82 @@ def test_broken_files_give_one_clear_line(tmp_path, tensors):
         assert "\n" not in str(e.value) and str(tmp_path/"model.safetensors") in str(e.value)
     write(tmp_path, "model.safetensors.index.json", {"weight_map": {"a": "gone.safetensors"}})
     with pytest.raises(FileNotFoundError, match="lacks gone.safetensors"): loaded(tmp_path)
+
+def test_stacked_matrices_are_filled_one_by_one(tmp_path):
+    class Stack(torch.nn.Module):
+        def __init__(self, missing=()):
+            super().__init__()
+            with torch.device("meta"): self.w = torch.nn.Parameter(torch.empty(3, 4, 5))
+            self.missing = missing
+        def weight_slots(self):
+            return {f"{i}.{n}": WeightSlot(self.w, (4, 5), (slice(0, 2), slice(None)), (i, rows)) for i in range(3)
+                    for n, rows in (("gate", slice(0, 2)), ("up", slice(2, None))) if (i, n) not in self.missing}
+    t = {f"{i}.{n}": torch.randn(4, 5) for i in range(3) for n in ("gate", "up")}
+    save_file(t, tmp_path/"model.safetensors")
+    m = Stack(); load_weights(m, tmp_path, "cpu", torch.float32)
+    assert torch.equal(m.w, torch.stack([torch.cat((t[f"{i}.gate"][:2], t[f"{i}.up"][:2])) for i in range(3)]))
+    with pytest.raises(ValueError, match="do not cover w"): load_weights(Stack([(1, "up")]), tmp_path, "cpu", torch.float32)
+
+def shard(path, max_bytes):
+    "Split `model.safetensors` in `path` into shards with an index; returns the size of the largest"
+    shards, size = [{}], 0
+    for name, t in load_file(path/"model.safetensors").items():
+        if size + t.nbytes > max_bytes and shards[-1]: shards.append({}); size = 0
+        shards[-1][name] = t; size += t.nbytes
+    files = {f"model-{i:05}-of-{len(shards):05}.safetensors": s for i, s in enumerate(shards, 1)}
+    for file, s in files.items(): save_file(s, path/file)
+    write(path, "model.safetensors.index.json", {"metadata": {}, "weight_map": {n: f for f, s in files.items() for n in s}})
+    (path/"model.safetensors").unlink()
+    return max(sum(t.nbytes for t in s.values()) for s in shards)
+
+PEAK = """
+import re, sys, torch
+from pathlib import Path
+from minisgl_edu.checkpoint import ModelConfig, load_weights
+from minisgl_edu.layers import TorchOps
+from minisgl_edu.models import create_model
+def rss(what): return int(re.search(what + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+def load(path):
+    model = create_model(ModelConfig.from_dir(path), TorchOps())
+    load_weights(model, path, "cpu", torch.bfloat16)
+    return model
+small = load(sys.argv[1])                       # whatever is imported or allocated once
+Path("/proc/self/clear_refs").write_text("5")   # forget the peak so far
+before = rss("VmRSS")
+model = load(sys.argv[2])
+print(rss("VmHWM") - before, sum(p.nbytes for p in model.parameters()))
+"""
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell a process its peak")
+def test_host_memory_stays_near_the_model_and_one_shard(tmp_path):
+    save_random_model(tmp_path/"small", TINY)
+    save_random_model(tmp_path/"large", {**TINY, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16})
+    largest = shard(tmp_path/"large", 7 << 20)
+    assert len(list((tmp_path/"large").glob("*.safetensors"))) >= 8
+    p = python(f"import sys; sys.argv[1:] = [{str(tmp_path/'small')!r}, {str(tmp_path/'large')!r}]\n" + PEAK.replace("\\\\", "\\"))
+    out, err = p.communicate(timeout=120)
+    assert p.returncode == 0, err
+    peak, model = map(int, out.split())
+    assert model < peak + (1 << 20) and peak < model + 2 * largest, (peak, model, largest)  # float32 shards, bfloat16 model: all shards would be 2 x model
+    assert 2 * largest < model, "the bound must be able to fail"
+
+def test_shards_and_ranks_give_the_tensors_of_one_file(tmp_path):
+    from minisgl_edu.distributed import TPGroup
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import create_model
+    def weights(rank=0, size=1):
+        model = create_model(ModelConfig.from_dir(tmp_path), TorchOps(), tp=TPGroup(rank, size))
+        load_weights(model, tmp_path, "cpu", torch.float32)
+        return dict(model.named_parameters())
+    save_random_model(tmp_path, {**TINY, "model_type": "qwen3_moe", "architectures": None, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, seed=5)
+    file = load_file(tmp_path/"model.safetensors")
+    whole = weights()
+    assert torch.equal(whole["layers.1.mlp.gate_up"][2], torch.cat([file[f"model.layers.1.mlp.experts.2.{n}_proj.weight"] for n in ("gate", "up")]))
+    shard(tmp_path, 4000)
+    again, ranks = weights(), [weights(r, 2) for r in range(2)]
+    assert again.keys() == whole.keys() and all(torch.equal(again[n], w) for n, w in whole.items())
+    assert torch.equal(torch.cat([r["layers.0.mlp.down"] for r in ranks], 2), whole["layers.0.mlp.down"])
+    assert torch.equal(torch.cat([torch.cat([r["layers.0.mlp.gate_up"].chunk(2, 1)[i] for r in ranks], 1) for i in (0, 1)], 1), whole["layers.0.mlp.gate_up"])
 
 def test_materialize_keeps_ties_and_buffers():
     with torch.device("meta"):

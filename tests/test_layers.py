@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from minisgl_edu.checkpoint import materialize
 from minisgl_edu.core import Ops
 from minisgl_edu.distributed import TPGroup, single
-from minisgl_edu.layers import (ColumnLinear, LMHead, PackedOps, RMSNorm, RowLinear, TorchOps, VocabEmbedding, can_pack, default_inv_freq,
+from minisgl_edu.layers import (ColumnLinear, LMHead, PackedOps, RMSNorm, RowLinear, TorchOps, VocabEmbedding, attention_factor, can_pack, default_inv_freq,
     rope_inv_freq, rope_rows, rope_table)
 
 OPS = TorchOps()
@@ -99,9 +99,52 @@ def test_llama3_frequencies_equal_transformers(factor, low, high, original, thet
     torch.testing.assert_close(rope_inv_freq(rope_config(head_dim, theta, scaling)), want, rtol=1e-6, atol=1e-9)
 
 
+LONG = dict(factor=4.0, original_max_position_embeddings=32)
+SCALINGS = {
+    "linear": dict(rope_type="linear", factor=2.5), "llama3": dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **LONG),
+    "yarn": dict(rope_type="yarn", **LONG), "yarn betas": dict(rope_type="yarn", beta_fast=4.0, beta_slow=0.5, **LONG), "yarn whole": dict(rope_type="yarn", truncate=False, **LONG),
+    "yarn as deepseek": dict(rope_type="yarn", mscale=1.0, mscale_all_dim=0.8, **LONG), "yarn one mscale": dict(rope_type="yarn", mscale=0.7, **LONG),
+    "yarn given": dict(rope_type="yarn", attention_factor=1.25, **LONG), "yarn of nothing": dict(rope_type="yarn", factor=1.0, original_max_position_embeddings=128),
+    "yarn as qwen": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), "yarn short": dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=8),
+}
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("head_dim,theta", [(16, 1e4), (128, 1e6)])
+def test_scalings_equal_transformers(name, key, head_dim, theta):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    scaling = SCALINGS[name]
+    hf = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=128, rope_parameters={**scaling, "rope_theta": theta})
+    want, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf, "cpu")
+    ours = rope_config(head_dim, theta, {key: scaling["rope_type"], **{k: v for k, v in scaling.items() if k != "rope_type"}})
+    torch.testing.assert_close(rope_inv_freq(ours), want, rtol=1e-6, atol=1e-9)
+    assert attention_factor(ours.rope_scaling) == pytest.approx(factor, rel=1e-12)
+    angles = torch.outer(torch.arange(128.0), want)
+    torch.testing.assert_close(rope_table(ours, 128), torch.cat((angles.cos(), angles.sin()), -1) * factor, rtol=0, atol=2e-5)
+
+
 def test_unknown_rope_scaling_is_refused():  # F36
-    for scaling in (dict(rope_type="yarn", factor=4.0), dict(type="dynamic", factor=2.0)):
-        with pytest.raises(ValueError, match="yarn|dynamic"): rope_inv_freq(rope_config(scaling=scaling))
+    for scaling in (dict(rope_type="longrope", factor=4.0), dict(type="dynamic", factor=2.0)):
+        with pytest.raises(ValueError, match="longrope|dynamic"): rope_inv_freq(rope_config(scaling=scaling))
+
+
+@pytest.mark.parametrize("dtype,tol", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_rope_with_norms_is_norms_then_rope(dtype, tol):
+    qkv, weights = rand(5, 8, 16, dtype=dtype), [1 + 0.1 * rand(16, seed=i, dtype=dtype) for i in (1, 2)]
+    q, k, rows = qkv[:, :4], qkv[:, 4:6], rope_rows(rope_table(rope_config(16), 64), torch.arange(5), dtype)
+    norm = lambda x, w: (x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * w.double()).to(dtype)
+    for got, want in zip(OPS.rope(q, k, rows, *weights, 1e-3), OPS.rope(norm(q, weights[0]), norm(k, weights[1]), rows)):
+        torch.testing.assert_close(got, want, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(3, 0, 1, 4), (0, 0, 0, 5), (2, 2, 2, 2), (0, 0, 0, 0)])
+def test_grouped_linear_gives_each_row_its_matrix(dtype, counts):
+    weight, rows = rand(4, 7, 6, dtype=dtype), sum(counts)
+    x, ends = rand(rows, 6, seed=1, dtype=dtype), torch.tensor(counts).cumsum(0).int()
+    want = torch.cat([F.linear(part, w) for part, w in zip(x.split(counts), weight)])
+    for ops in (OPS, PackedOps()): torch.testing.assert_close(ops.grouped_linear(x, weight, ends), want)
 
 
 def test_silu_mul():
@@ -142,6 +185,16 @@ def test_fused_columns_equal_separate_linears_whole_and_sharded():
     for size in (1, 2, 4):
         parts = [m(x).split(m.sizes, -1) for m in shards(lambda tp: ColumnLinear(10, outs, True, tp, OPS), "p", w, size)]
         for i, name in enumerate(outs): torch.testing.assert_close(torch.cat([p[i] for p in parts], -1), want[name])
+
+
+def test_ranks_may_share_a_part_of_an_output():
+    x, w = rand(3, 10, dtype=torch.float64), {f"p.{n}.{kind}": rand(*((8, 10) if kind == "weight" else (8,)), seed=i, dtype=torch.float64)
+        for i, n in enumerate(("q_proj", "k_proj")) for kind in ("weight", "bias")}
+    make = lambda tp: ColumnLinear(10, dict(q_proj=8, k_proj=8), True, tp, OPS, dict(k_proj=slice(tp.rank // 2 * 4, tp.rank // 2 * 4 + 4)))
+    for rank, module in enumerate(shards(make, "p", w, 4)):
+        q, k = module(x).split(module.sizes, -1)
+        torch.testing.assert_close(q, F.linear(x, w["p.q_proj.weight"], w["p.q_proj.bias"])[:, 2 * rank:2 * rank + 2])
+        torch.testing.assert_close(k, F.linear(x, w["p.k_proj.weight"], w["p.k_proj.bias"])[:, rank // 2 * 4:][:, :4])
 
 
 def test_row_linear_embedding_and_head_add_or_line_up_over_ranks():
