@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import torch
 
 # %% auto #0
-__all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'PoolPlan', 'plan_pool', 'Engine', 'make_context', 'StaticBatch']
+__all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'PoolPlan', 'plan_pool', 'pick_parts', 'record_graphs', 'Engine',
+           'make_context', 'StaticBatch']
 
-# %% ../nbs/13_engine.ipynb #2bfb2f11
+# %% ../nbs/13_engine.ipynb #b5be0bd8
 from .core import Batch, ForwardContext, Req, SamplingParams, check_number
 from .device import Stream, memory_free, pick_device, weight_bytes
 from .distributed import TPGroup, single
 from .checkpoint import ModelConfig, dummy_weights, load_weights, resolve_model, torch_dtype
 from .layers import PackedOps, TorchOps, can_pack
-from .models import create_model
+from .models import DecoderModel, create_model
 from .kvcache import KVPool, create_page_table, page_bytes, pages_needed, pages_that_fit
 from .attention import make_backend
 from .sampling import SamplingArgs, prepare, sample
@@ -55,7 +56,7 @@ def _one_of(
     why = "comes with a later chapter" if value in later else "does not exist"
     raise ValueError(f"{name}={value!r} {why}; use one of {', '.join(map(repr, allowed))}")
 
-# %% ../nbs/13_engine.ipynb #fbe47a99
+# %% ../nbs/13_engine.ipynb #10d9a9d1
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -65,7 +66,7 @@ class EngineConfig:
     page_size: int = 16                # Tokens per KV page
     num_pages: int|None = None         # Pages in the KV pool; None works it out from the memory
     kv_memory: int|str|None = None     # Bytes for the KV pool, or "2GiB"; None: a quarter of the free RAM up to 4 GiB, or `memory_ratio`
-    memory_ratio: float = 0.9          # GPU only: share of the free memory that weights and KV pool take together
+    memory_ratio: float = 0.9          # GPU only: share of the free memory that weights and KV pool take together; the rest is for graphs and activations
     max_running_requests: int = 64     # Rows of the page table: requests that hold KV at once
     max_seq_len: int|None = None       # Prompt plus output (tokens) at most; None is the model's own limit
     attention_backend: Any = "auto"    # "auto" ("triton" on a GPU), "torch", "triton" (its ops too), or a class made as `Backend(config, pool, page_table)`
@@ -138,7 +139,41 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #9500ec7e
+# %% ../nbs/13_engine.ipynb #3ac5f19c
+def pick_parts(
+    name,                # `attention_backend`: "auto", "torch", "triton" or a class
+    device:torch.device, # Where the engine runs
+    dtype:torch.dtype,   # Of weights and KV
+    spare:bool           # Is there memory for a packed copy of the weights?
+)->tuple: # Ops, and what `make_backend` takes
+    "The arithmetic that the config and the device ask for"
+    if name == "triton" or name == "auto" and device.type == "cuda" and dtype != torch.float64 and find_spec("triton"):
+        try: from minisgl_edu.kernels import TritonAttention, TritonOps
+        except ModuleNotFoundError as e: raise ValueError(f"attention_backend='triton' needs the package {e.name}, which has Linux wheels only") from None
+        return TritonOps(), TritonAttention
+    return PackedOps() if spare and can_pack(device, dtype) else TorchOps(), name
+
+# %% ../nbs/13_engine.ipynb #b41b8a43
+def record_graphs(
+    config:EngineConfig,     # `cuda_graph_max_bs`, and the numbers to turn when memory runs out
+    model:DecoderModel,      # With its attention backend
+    page_table:torch.Tensor, # [max_running_requests + 1, max_len] int32; the last row is the dummy request's
+    dummy_slot:int           # A slot of the dummy page
+)->GraphRunner|None: # None: every step runs eagerly
+    "On the stream: record decode steps, as far up as the config and the backend allow"
+    page_table[-1] = dummy_slot # whatever reads or writes there meets nobody
+    device, free = page_table.device, memory_free(page_table.device)
+    largest = largest_captured(config.cuda_graph_max_bs, config.max_running_requests, device, model.attention)
+    if not largest: return None
+    try: graphs = GraphRunner(model, model.attention, page_table, dummy_slot, graph_sizes(largest))
+    except torch.cuda.OutOfMemoryError:
+        raise RuntimeError(f"no memory left to record decode steps of up to {largest} requests: lower memory_ratio={config.memory_ratio}, "
+                           f"kv_memory={config.kv_memory} or num_pages={config.num_pages}, or set a smaller cuda_graph_max_bs") from None
+    mib = (free - memory_free(device)) / 2**20
+    if device.type == "cuda": _log.info("recorded %d decode graphs of up to %d requests in %.0f MiB", len(graphs.sizes), largest, mib)
+    return graphs
+
+# %% ../nbs/13_engine.ipynb #e828dc5d
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -160,7 +195,8 @@ class Engine:
     def _load(self):
         "On the stream: weights first, then as many pages as still fit"
         start, before = time.perf_counter(), memory_free(self.device)
-        ops, backend = self._parts(before > 4 * weight_bytes(self.model_config, self.dtype)) # weights, packed copy, KV pool
+        spare = before > 4 * weight_bytes(self.model_config, self.dtype) # weights, packed copy, KV pool
+        ops, backend = pick_parts(self.config.attention_backend, self.device, self.dtype, spare)
         self.model = create_model(self.model_config, ops, None, self.tp)
         if self.config.dummy_weights: dummy_weights(self.model, self.device, self.dtype, self.config.seed)
         else: load_weights(self.model, self.model_dir, self.device, self.dtype)
@@ -170,34 +206,10 @@ class Engine:
         mc, heads = self.model_config, self.model_config.num_kv_heads // self.tp.size
         self.pool = KVPool(mc.num_layers, plan.num_pages, self.page_size, heads, mc.head_dim, self.device, self.dtype)
         self.page_table = create_page_table(self.config.max_running_requests + 1, self.max_seq_len, self.device)
-        self.page_table[self.dummy_row] = self.dummy_page * self.page_size # whatever reads or writes there meets nobody
         self.backend = make_backend(backend, mc, self.pool, self.page_table)
         self.model.attention = self.backend
-        self._capture()
+        self.graphs = record_graphs(self.config, self.model, self.page_table, self.dummy_page * self.page_size)
         self.load_seconds = time.perf_counter() - start
-
-    def _parts(self,
-        spare:bool # Is there memory for a packed copy of the weights?
-    )->tuple: # Ops, and an attention backend's name or class
-        "The arithmetic that the config and the device ask for"
-        name = self.config.attention_backend
-        if name == "triton" or name == "auto" and self.device.type == "cuda" and self.dtype != torch.float64 and find_spec("triton"):
-            try: from minisgl_edu.kernels import TritonAttention, TritonOps
-            except ModuleNotFoundError as e: raise ValueError(f"attention_backend='triton' needs the package {e.name}, which has Linux wheels only") from None
-            return TritonOps(), TritonAttention
-        return PackedOps() if spare and can_pack(self.device, self.dtype) else TorchOps(), name
-
-    def _capture(self):
-        "On the stream, last of all: graphs of decode steps, made of addresses that will not change any more"
-        largest = largest_captured(self.config.cuda_graph_max_bs, self.config.max_running_requests, self.device, self.backend)
-        self.graphs, free = None, memory_free(self.device)
-        if not largest: return
-        try: self.graphs = GraphRunner(self.model, self.backend, self.page_table, self.dummy_page * self.page_size, graph_sizes(largest))
-        except torch.cuda.OutOfMemoryError:
-            raise RuntimeError(f"no memory left for the graphs of decode steps up to {largest} requests: lower memory_ratio={self.config.memory_ratio} "
-                               f"or kv_memory, or set cuda_graph_max_bs") from None
-        if self.device.type == "cuda": _log.info("captured %d decode graphs, up to %d requests, in %.0f MiB", len(self.graphs.sizes), largest,
-                                                 (free - memory_free(self.device)) / 2**20)
 
     def _plan(self,
         free_before:int # Bytes free before loading

@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine', 'resources', 'prefill', 'scheduler', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -913,18 +913,128 @@ def sampling(device="cpu", quick=False, seed=0):
         rows += [dict(batch=batch, name=name, median_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=predicted.get(name)) for name, t in times.items()]
     return rows
 
-# %% ../nbs/13_engine.ipynb #59234933
+# %% ../nbs/12_graphs.ipynb #b5176103
+def llama_shape(layers, hidden, inner, heads, kv_heads, head_dim, vocab, tied):
+    "The `config.json` of a Llama of this shape"
+    return dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=8192,
+        tie_word_embeddings=tied, eos_token_id=2)
+
+# Of Llama-3-8B and of Qwen3-0.6B
+SHAPES = {"8B": llama_shape(32, 4096, 14336, 32, 8, 128, 128256, False), "0.6B": llama_shape(28, 1024, 3072, 16, 8, 128, 151936, True)}
+
+# %% ../nbs/12_graphs.ipynb #22eb5dfd
+def decode_setup(model, device, num_rows, length, seed=0):
+    "A backend of `model` over a pool of its own, one page of `length` tokens a request; its page table; and decode steps of `n` requests"
+    import torch
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.kvcache import KVPool, create_page_table
+    if torch.device(device).type == "cuda": from minisgl_edu.kernels import TritonAttention as Backend
+    else: from minisgl_edu.attention import TorchAttention as Backend
+    c, dtype = model.config, next(model.parameters()).dtype
+    pool, table = KVPool(c.num_layers, num_rows, length, c.num_kv_heads, c.head_dim, device, dtype), create_page_table(num_rows + 1, length, device)
+    pool.kv.normal_(generator=torch.Generator(device).manual_seed(seed))
+    for row in range(num_rows): table[row, :length] = torch.arange(row * length, (row + 1) * length, device=device)
+    table[-1] = num_rows * length
+    model.attention = Backend(c, pool, table)
+    def step(n, at=length - 1):
+        rows = torch.arange(n, device=device)
+        ids = torch.randint(c.vocab_size, (n,), device=device, generator=torch.Generator(device).manual_seed(seed))
+        return ForwardContext("decode", [at] * n, [at + 1] * n, rows, ids, torch.full_like(rows, at), rows * length + at, rows)
+    return model.attention, table, step
+
+# %% ../nbs/12_graphs.ipynb #89a66316
+def count_ops(fn):
+    "Operations that a call starts; views and empty tensors start nothing"
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Count(TorchDispatchMode):
+        seen = 0
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.name()
+            self.seen += not (func.is_view or "empty" in name or "view" in name)
+            return func(*args, **(kwargs or {}))
+    with Count() as count: fn()
+    return count.seen
+
+def time_decode(model, device, batches, length, repeats, seed=0):
+    "Eager steps and replays of one model, by batch size, in turns: medians and quartiles (ms), and the host's share of them"
+    import statistics, time, torch
+    from minisgl_edu.device import Stream
+    from minisgl_edu.graphs import GraphRunner
+    stream, rows = Stream(device, "decode"), []
+    def here(fn, *args):
+        out = []
+        stream.submit(lambda: out.append(fn(*args))).synchronize()
+        return out[0]
+    backend, table, step = here(decode_setup, model, device, batches[-1], length, seed)
+    runner = here(GraphRunner, model, backend, table, batches[-1] * length, list(batches))
+    def eager(ctx): backend.prepare(ctx); model(ctx)
+    for batch in batches:
+        ctx, times = here(step, batch), {"eager": [], "replay": []}
+        ops = here(count_ops, lambda: eager(ctx))
+        for i in range(repeats + 3):
+            for name, fn in (("eager", eager), ("replay", runner.replay)):
+                start = time.perf_counter(); event = stream.submit(fn, ctx)
+                host = time.perf_counter(); event.synchronize()
+                if i >= 3: times[name].append((1e3 * (time.perf_counter() - start), 1e3 * (host - start)))
+        row = dict(batch=batch, ops=ops, repeats=repeats)
+        for name, pairs in times.items():
+            low, mid, high = statistics.quantiles([t for t, _ in pairs], n=4)
+            row |= {f"{name}_ms": mid, f"{name}_low_ms": low, f"{name}_high_ms": high}
+            if stream.device.type == "cuda": row[f"{name}_host_ms"] = statistics.median(h for _, h in pairs)
+        rows.append(row)
+    stream.close()
+    return rows
+
+# %% ../nbs/12_graphs.ipynb #6a4db253
+@experiment("12_graphs", title="What launching costs in a decode step", units={"eager_ms": "ms", "replay_ms": "ms", "launch_ms": "ms", "roofline_ms": "ms"})
+def graphs(device="cpu", quick=False, seed=0):
+    "Decode steps of random models, eager and replayed: by width on the CPU (batch 1), by batch size on CUDA"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import create_model
+    cuda = torch.device(device).type == "cuda"
+    dtype, length = (torch.bfloat16, 1024) if cuda else (torch.float32, 64)
+    if cuda: from minisgl_edu.kernels import TritonOps as Arithmetic
+    else: Arithmetic = TorchOps
+    widths = (64, 256) if quick else (64, 128, 256, 512, 1024)
+    if cuda: shapes = {name: SHAPES[name] for name in (("0.6B",) if quick else ("0.6B", "8B"))}
+    else: shapes = {f"{w} wide": llama_shape(8, w, 3 * w, w // 32, w // 64, 32, 1024, True) for w in widths}
+    batches = (1, 8, 64) if cuda and quick else (1, 2, 4, 8, 16, 32, 64, 128, 256) if cuda else (1,)
+    ceilings, rows = measure_ceilings(device, dtype, quick), []
+    for name, raw in shapes.items():
+        config = ModelConfig.from_dict(raw)
+        model = create_model(config, Arithmetic())
+        dummy_weights(model, device, dtype, seed)
+        for row in time_decode(model, device, batches, length, 3 if quick else 20 if cuda else 50, seed):
+            ops = 11 * config.num_layers + 12 if cuda else row["ops"] # Triton's launches are not PyTorch's operations: from the chapter's list
+            roof = roofline_ms(step_costs(config, [(length - 1, length)] * row["batch"], dtype), ceilings)
+            rows.append(dict(model=name, width=config.hidden_size, length=length, **row | dict(ops=ops), launch_us=ceilings.launch_us,
+                             launch_ms=ops * ceilings.launch_us / 1e3, roofline_ms=roof))
+        del model
+    return rows
+
+# %% ../nbs/13_engine.ipynb #8cdc0b94
 @experiment("13_engine", title="Decode speed by batch size", units={"step_ms": "ms", "low_ms": "ms", "high_ms": "ms", "linear_ms": "ms", "roofline_ms": "ms"})
 def engine(device="cpu", quick=False, seed=0):
     "One decode step of a static batch, by batch size: the engine, its bare linear layers, and the roofline"
-    import statistics, time, torch
+    import json, statistics, tempfile, time, torch
+    from pathlib import Path
     from minisgl_edu.core import random_workload
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
-    sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if device == "cpu" else (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    eng = Engine(EngineConfig(device=device, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64))
+    from minisgl_edu.experiments import SHAPES
+    cpu = torch.device(device).type == "cpu"
+    sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    config = dict(device=device, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64)
+    with tempfile.TemporaryDirectory() as d: # a GPU is for a model that needs one, and random weights are as fast as any
+        Path(d, "config.json").write_text(json.dumps(SHAPES["8B"] | dict(torch_dtype="bfloat16")))
+        eng = Engine(EngineConfig(**config) if cpu else EngineConfig(model=d, dummy_weights=True, **config))
     ceilings = measure_ceilings(device, eng.dtype, quick)
-    weights = [p for p in eng.model.parameters() if p.dim() == 2] # the tied embedding is the head: one matrix, used once
+    tables = () if eng.model_config.tie_embeddings else (eng.model.embedding.weight,) # a tied one is the head: one matrix, used once
+    weights = [p for p in eng.model.parameters() if p.dim() == 2 and not any(p is t for t in tables)]
     def linears(b):
         xs = {n: torch.zeros(b, n, device=eng.device, dtype=eng.dtype) for n in {w.shape[1] for w in weights}}
         for w in weights: eng.model.head.ops.linear(xs[w.shape[1]], w) # packed or not, as the engine does it
@@ -943,7 +1053,7 @@ def engine(device="cpu", quick=False, seed=0):
     for b in sizes:
         low, mid, high = statistics.quantiles(times[b, "step"], n=4)
         roof = roofline_ms(step_costs(eng.model_config, [(36, 37)] * b, eng.dtype), ceilings)
-        rows.append(dict(batch=b, step_ms=mid, low_ms=low, high_ms=high, linear_ms=statistics.median(times[b, "linear"]), roofline_ms=roof,
+        rows.append(dict(model="SmolLM2-135M" if cpu else "8B", batch=b, step_ms=mid, low_ms=low, high_ms=high, linear_ms=statistics.median(times[b, "linear"]), roofline_ms=roof,
             tokens_per_s=1e3 * b / mid, roofline_share=roof / mid, repeats=len(times[b, "step"])))
     return rows
 
