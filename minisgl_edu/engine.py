@@ -153,7 +153,7 @@ def pick_parts(
         return TritonOps(), TritonAttention
     return PackedOps() if spare and can_pack(device, dtype) else TorchOps(), name
 
-# %% ../nbs/13_engine.ipynb #b41b8a43
+# %% ../nbs/13_engine.ipynb #fed1b04c
 def record_graphs(
     config:EngineConfig,     # `cuda_graph_max_bs`, and the numbers to turn when memory runs out
     model:DecoderModel,      # With its attention backend
@@ -163,7 +163,7 @@ def record_graphs(
     "On the stream: record decode steps, as far up as the config and the backend allow"
     page_table[-1] = dummy_slot # whatever reads or writes there meets nobody
     device, free = page_table.device, memory_free(page_table.device)
-    largest = largest_captured(config.cuda_graph_max_bs, config.max_running_requests, device, model.attention)
+    largest = largest_captured(config.cuda_graph_max_bs, config.max_running_requests, device, model)
     if not largest: return None
     try: graphs = GraphRunner(model, model.attention, page_table, dummy_slot, graph_sizes(largest))
     except torch.cuda.OutOfMemoryError:

@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine', 'resources', 'prefill', 'scheduler', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine', 'resources', 'prefill', 'scheduler', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -711,7 +711,7 @@ def attention(device="cpu", quick=False, seed=0):
         for n in contexts: row("decode", batch, n, [(n - 1, n)] * batch, *paged_decode_case([n] * batch, 30, device), 3 if quick else 7)
     return rows
 
-# %% ../nbs/09_kernels.ipynb #d2950a6d
+# %% ../nbs/09_kernels.ipynb #1741737f
 def walk_counts(batch, length, q_heads, kv_heads, dim, num_sms=132):
     "Bytes that each step of the walk moves, and bytes it has under way, in bfloat16"
     from minisgl_edu.kernels import num_kv_splits
@@ -721,79 +721,128 @@ def walk_counts(batch, length, q_heads, kv_heads, dim, num_sms=132):
     return {"naive": (once * group, batch * q_heads * token), "tiles": (once * group, batch * q_heads * 64 * token),
             "grouped": (once, batch * kv_heads * 64 * token), "split": (once + parts, batch * kv_heads * splits * 64 * token)}
 
-def walk_runners(device, batch, length, q_heads, kv_heads, dim):
-    "Each step of the walk as a function to time, and PyTorch's attention over dense keys"
+def walk_runners(device, batch, length, q_heads, kv_heads, dim, dtype=None, num_sms=132):
+    "Each step of the walk as a function to time, and PyTorch's attentions over dense keys (FlexAttention is not compiled yet)"
     import torch
     from minisgl_edu import kernels as K
-    half = dict(device=device, dtype=torch.bfloat16)
+    half = dict(device=device, dtype=dtype or torch.bfloat16)
     q, kv = torch.randn(batch, q_heads, dim, **half), torch.randn(batch * length, 2, kv_heads, dim, **half)
     pages = torch.randperm(batch * length // 16, device=device).int() * 16
     table = (pages[:, None] + torch.arange(16, device=device, dtype=torch.int32)).view(batch, length).contiguous()
     rows, lens = torch.arange(batch, device=device), torch.full((batch,), length, device=device, dtype=torch.int32)
     args = (q, kv[:, 0], kv[:, 1], table, rows, lens)
-    splits = K.num_kv_splits(batch, kv_heads, length, torch.cuda.get_device_properties(device).multi_processor_count)
-    dense = kv.view(batch, length, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
+    splits = K.num_kv_splits(batch, kv_heads, length, num_sms)
+    dense = kv[table.flatten().long()].view(batch, length, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return {"naive": lambda: K.naive_decode(*args), "tiles": lambda: K.naive_decode(*args, block_n=64),
             "grouped": lambda: K.decode_attention(*args), "split": lambda: K.decode_attention(*args, num_splits=splits),
-            "torch, dense": lambda: sdpa(q[:, :, None], *dense, enable_gqa=True)}
+            "torch, dense": lambda: sdpa(q[:, :, None], *dense, enable_gqa=True), "flex, dense": flex_runner(q[:, :, None], *dense)}
 
-def small_kernel_runners(device, rows, hidden, inner, q_heads, kv_heads, dim):
-    "The other kernels as (function to time, bytes, FLOPs); extend is one request of half as many new tokens"
+def flex_runner(q, k, v, cached_len=None):
+    "PyTorch's FlexAttention; `run=torch.compile(...)` makes one kernel of it. None where this PyTorch has none"
+    try: from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    except ImportError: return None
+    mask = None
+    if cached_len is not None:
+        mask = create_block_mask(lambda b, h, i, j: i + cached_len >= j, None, None, q.shape[2], k.shape[2], device=q.device)
+    return lambda run=flex_attention: run(q, k, v, block_mask=mask, enable_gqa=True)
+
+def extend_runners(device, new, cached, q_heads, kv_heads, dim, dtype=None):
+    "`new` tokens of one request over `cached` ones and themselves: our kernel, and PyTorch's attentions over dense keys"
     import torch
+    from torch.nn.attention.bias import causal_lower_right
+    from minisgl_edu import kernels as K
+    half, total = dict(device=device, dtype=dtype or torch.bfloat16), cached + new
+    q, kv, slots = torch.randn(new, q_heads, dim, **half), torch.randn(total, 2, kv_heads, dim, **half), torch.randperm(total, device=device)
+    row, cached_lens, lens = (torch.tensor([n], device=device, dtype=torch.int32) for n in (0, cached, total))
+    args = (q, kv[:, 0], kv[:, 1], slots.int()[None], row, row, cached_lens, lens, new)
+    k, v = kv[slots].permute(1, 2, 0, 3).contiguous()[:, None] # [1, num_kv_heads, total, head_dim] each
+    wide = [t.repeat_interleave(q_heads // kv_heads, 1) for t in (k, v)] # a head for every query head: every version of PyTorch takes it
+    q_dense, bias, sdpa = q.transpose(0, 1)[None], causal_lower_right(new, total), torch.nn.functional.scaled_dot_product_attention
+    return {"extend": lambda: K.extend_attention(*args), "torch, dense": lambda: sdpa(q_dense, *wide, attn_mask=bias),
+            "flex, dense": flex_runner(q_dense, k, v, cached)}
+
+def small_kernels(device, rows, hidden, inner, q_heads, kv_heads, dim):
+    "The other kernels as name -> (bytes that they must move, the function to time; None on the CPU)"
+    import torch
+    moved = dict(store_kv=8 * rows * kv_heads * dim, rms_norm=4 * rows * hidden, add_rms_norm=8 * rows * hidden,
+                 rope=2 * rows * dim * (2 * q_heads + 2 * kv_heads + 1), silu_mul=6 * rows * inner)
+    if torch.device(device).type == "cpu": return {name: (n, None) for name, n in moved.items()}
     from minisgl_edu import kernels as K
     half = dict(device=device, dtype=torch.bfloat16)
     x, gate_up, weight = torch.randn(rows, hidden, **half), torch.randn(rows, 2 * inner, **half), torch.ones(hidden, **half)
     q, cos_sin = torch.randn(rows, q_heads, dim, **half), torch.randn(rows, 2 * dim, **half)
     k, v = torch.randn(2, rows, kv_heads, dim, **half).unbind(0)
     pool, slots = torch.empty(rows, 2, kv_heads, dim, **half), torch.randperm(rows, device=device)
-    pool.normal_()
-    new, at = rows // 2, lambda n: torch.tensor([n], device=device, dtype=torch.int32)
-    table, heads = slots.int()[None], (2 * q_heads + 2 * kv_heads) * dim
-    extend = lambda: K.extend_attention(q[:new], pool[:, 0], pool[:, 1], table, at(0), starts, starts, lens, new)
-    starts, lens = at(0), at(new)
-    return {"store_kv": (lambda: K.store_kv(k, v, pool[:, 0], pool[:, 1], slots), 8 * k.numel(), 0),
-            "rms_norm": (lambda: K.rms_norm(x, weight, 1e-5), 4 * x.numel(), 0),
-            "add_rms_norm": (lambda: K.add_rms_norm(x, x, weight, 1e-5), 8 * x.numel(), 0),
-            "rope": (lambda: K.rope(q, k, cos_sin), 2 * rows * (heads + dim), 0),
-            "silu_mul": (lambda: K.silu_mul(gate_up), 6 * rows * inner, 0),
-            "extend": (extend, 2 * new * heads, 2 * new * (new + 1) * q_heads * dim)}
+    run = dict(store_kv=lambda: K.store_kv(k, v, pool[:, 0], pool[:, 1], slots), rms_norm=lambda: K.rms_norm(x, weight, 1e-5),
+               add_rms_norm=lambda: K.add_rms_norm(x, x, weight, 1e-5), rope=lambda: K.rope(q, k, cos_sin), silu_mul=lambda: K.silu_mul(gate_up))
+    return {name: (n, run[name]) for name, n in moved.items()}
 
-# %% ../nbs/09_kernels.ipynb #1b83bad7
-@experiment("09_kernels", title="What each step of the walk moves, and how long it takes",
-            units=dict(moved="bytes", in_flight="bytes", predicted_ms="ms, H200 by published bandwidth and Little's law"))
-def kernel_walk(device="cpu", quick=False, seed=0):
-    "Counted everywhere, timed on CUDA: the walk of decode attention, then every other kernel"
-    import torch
-    from minisgl_edu.device import measure_ceilings
-    shapes = {"Llama-3-8B": (4096, 14336, 32, 8, 128), "Qwen3-0.6B": (1024, 3072, 16, 8, 128)}
-    rows, cuda = [], torch.device(device).type == "cuda"
-    if cuda:
+# %% ../nbs/09_kernels.ipynb #dd8443ce
+class Stopwatch:
+    "Times functions on CUDA: medians, and peers that must be compiled only while there is time left"
+    def __init__(self, device, quick, seconds=60):
+        import time, torch
+        self.cuda, self.quick = torch.device(device).type == "cuda", quick
+        self.late = lambda end=time.monotonic() + seconds: time.monotonic() > end
+
+    def ms(self, fn):
         from triton.testing import do_bench
-        best = measure_ceilings(device, torch.bfloat16, quick)
-        ceilings = dict(copy_gb_s=best.copy_gb_s, matmul_tflop_s=best.matmul_tflop_s)
-        time_ms = lambda fn: do_bench(fn, warmup=5, rep=20 if quick else 50, return_mode="median")
-    batches, lengths = ((1, 32), (4096,)) if quick or not cuda else ((1, 8, 32, 128, 256), (128, 1024, 4096, 32768))
+        return do_bench(fn, warmup=5, rep=20 if self.quick else 50, return_mode="median")
+
+    def row(self, name, fn):
+        "What one runner adds to its row: nothing on the CPU, its time on CUDA, or why there is none"
+        import torch
+        if not self.cuda: return {}
+        if not name.startswith("flex"): return dict(ms=self.ms(fn))
+        if self.quick or self.late(): return dict(ms=None, why="no time left to compile it")
+        try:
+            from torch.nn.attention.flex_attention import flex_attention
+            compiled = torch.compile(flex_attention)
+            return dict(ms=self.ms(lambda: fn(compiled)))
+        except Exception as e: return dict(ms=None, why=f"{type(e).__name__}: {e}"[:200]) # a peer that fails is not our failure
+
+# %% ../nbs/09_kernels.ipynb #76d8bb95
+@experiment("09_kernels", title="What each step of the walk moves, and how long it takes",
+            units=dict(moved="bytes", in_flight="bytes", predicted_ms="ms, H200 by published bandwidth, FLOP rate and Little's law"))
+def kernel_walk(device="cpu", quick=False, seed=0):
+    "Counted and predicted everywhere, timed on CUDA: the walk of decode attention, extend with a cached prefix, then every other kernel"
+    import torch
+    from minisgl_edu.device import Ceilings, OpCost, measure_ceilings, op_ms
+    shapes = {"Llama-3-8B": (4096, 14336, 32, 8, 128), "Qwen3-0.6B": (1024, 3072, 16, 8, 128)}
+    h200, watch, rows = Ceilings(4800, 4800, 989, 5, "H200, published", torch.bfloat16), Stopwatch(device, quick), []
+    best = measure_ceilings(device, torch.bfloat16, quick) if watch.cuda else None
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if watch.cuda else 132
+    def add(model, kernel, step, timing, moved, flops=0, needed=None, predicted_ms=None, **what):
+        "A row; achieved rates count what is needed, over the time it took"
+        if predicted_ms is None: predicted_ms = max(op_ms(OpCost(kernel, needed or moved, flops), h200))
+        row = dict(model=model, kernel=kernel, step=step, **what, moved=moved, flops=flops, predicted_ms=predicted_ms, **timing)
+        if timing.get("ms"): row |= dict(gb_s=(needed or moved) / timing["ms"] / 1e6, tflop_s=flops / timing["ms"] / 1e9)
+        rows.append(row | (dict(copy_gb_s=best.copy_gb_s, matmul_tflop_s=best.matmul_tflop_s) if best else {}))
+    small = quick or not watch.cuda
+    batches, lengths = ((1, 32), (4096,)) if small else ((1, 8, 32, 128, 256), (128, 1024, 4096, 32768))
     for model, (hidden, inner, q_heads, kv_heads, dim) in shapes.items():
         for batch, length in ((b, n) for b in batches for n in lengths if b * n <= 2**20):
-            counts = walk_counts(batch, length, q_heads, kv_heads, dim)
-            runners = walk_runners(device, batch, length, q_heads, kv_heads, dim) if cuda else {}
-            for step in counts | runners:
+            counts = walk_counts(batch, length, q_heads, kv_heads, dim, num_sms)
+            runners = walk_runners(device, batch, length, q_heads, kv_heads, dim, num_sms=num_sms) if watch.cuda else dict.fromkeys(counts)
+            if (batch, length) != (32, 4096): runners.pop("flex, dense", None) # compiling takes longer than all else
+            for step, fn in runners.items():
+                if fn is None and watch.cuda: continue
                 moved, in_flight = counts.get(step, (counts["grouped"][0], None))
-                row = dict(model=model, kernel="decode", step=step, batch=batch, length=length, moved=moved, in_flight=in_flight,
-                           predicted_ms=moved / min(4800, in_flight / 0.7e3) / 1e6 if in_flight else None)
-                if cuda:
-                    ms = time_ms(runners[step])
-                    row |= dict(ms=ms, gb_s=counts["grouped"][0] / ms / 1e6, **ceilings) # what is needed, over the time it took
-                rows.append(row)
-        if not cuda: continue
-        for name, (fn, moved, flops) in small_kernel_runners(device, 8192, hidden, inner, q_heads, kv_heads, dim).items():
-            ms = time_ms(fn)
-            rows.append(dict(model=model, kernel=name, step=None, batch=None, length=8192, moved=moved, in_flight=None, predicted_ms=None,
-                             ms=ms, gb_s=moved / ms / 1e6, tflop_s=flops / ms / 1e9, **ceilings))
+                add(model, "decode", step, watch.row(step, fn), moved, 4 * batch * length * q_heads * dim, counts["grouped"][0],
+                    moved / min(4800, in_flight / 0.7e3) / 1e6 if in_flight else None, batch=batch, length=length, in_flight=in_flight)
+        for new, cached in ((4096, 0), (1024, 3072)) if small else ((4096, 0), (1024, 7168), (512, 32256)):
+            runners = extend_runners(device, new, cached, q_heads, kv_heads, dim) if watch.cuda else {"extend": None}
+            needed = 4 * dim * (new * q_heads + (cached + new) * kv_heads)
+            for step, fn in runners.items():
+                if fn is None and watch.cuda: continue
+                add(model, "extend", step, watch.row(step, fn), needed, 4 * dim * q_heads * (new * cached + new * (new + 1) // 2),
+                    batch=1, length=cached + new, cached=cached, in_flight=None)
+        for name, (moved, fn) in small_kernels(device, 8192, hidden, inner, q_heads, kv_heads, dim).items():
+            add(model, name, None, watch.row(name, fn), moved, batch=None, length=8192, in_flight=None)
     return rows
 
-# %% ../nbs/10_radix.ipynb #2c1a2abb
+# %% ../nbs/10_radix.ipynb #4513a8ed
 @experiment("10_radix", title="Time to first token, by cached share of the prompt",
             units={"prefill_ms": "ms", "roofline_ms": "ms", "match_us_per_1k": "us", "insert_us": "us", "evict_us": "us"})
 def radix(device="cpu", quick=False, seed=0):
@@ -801,7 +850,8 @@ def radix(device="cpu", quick=False, seed=0):
     import random, statistics, time
     import torch
     from minisgl_edu.attention import TorchAttention
-    from minisgl_edu.checkpoint import ModelConfig, default_model, dummy_weights, load_weights, torch_dtype
+    from minisgl_edu.checkpoint import default_model, dummy_weights, load_weights, torch_dtype
+    from minisgl_edu.experiments import default_shape
     from minisgl_edu.core import ForwardContext
     from minisgl_edu.device import measure_ceilings, pick_device, roofline_ms, step_costs
     from minisgl_edu.kvcache import KVPool, create_page_table
@@ -809,12 +859,12 @@ def radix(device="cpu", quick=False, seed=0):
     from minisgl_edu.models import create_model
     from minisgl_edu.radix import RadixCache
     n, rounds = (128, 1) if quick else (512, 3)
-    rng, dev, config = random.Random(seed), pick_device(device), ModelConfig.from_dir(default_model())
+    rng, dev, config = random.Random(seed), pick_device(device), default_shape()
     dtype = torch_dtype("auto", dev, config)
     pool, table = KVPool(config.num_layers, n // 16, 16, config.num_kv_heads, config.head_dim, dev, dtype), create_page_table(1, n, dev)
     table[0] = torch.arange(n)
     model = create_model(config, TorchOps(), TorchAttention(config, pool, table))
-    if device == "cuda": dummy_weights(model, dev, dtype)
+    if dev.type == "cuda": dummy_weights(model, dev, dtype)
     else: load_weights(model, default_model(), dev, dtype)
     ids = torch.tensor([rng.randrange(config.vocab_size) for _ in range(n)], device=dev)
     at, zero = torch.arange(n, device=dev), torch.zeros(1, dtype=torch.int64, device=dev)

@@ -25,18 +25,20 @@ def graph_sizes(
     "The ladder: 1, 2, 4, then every multiple of 8, and the largest batch itself"
     return sorted({n for n in (1, 2, 4, *range(8, max_bs, 8)) if n < max_bs} | {max_bs})
 
-# %% ../nbs/12_graphs.ipynb #c26fb898
+# %% ../nbs/12_graphs.ipynb #efe3f45b
 def largest_captured(
     asked:int|None,          # `cuda_graph_max_bs`
     max_running:int,         # Requests that run at once
     device:torch.device,     # On CUDA a graph, on the CPU its stand-in
-    backend:AttentionBackend # Must be capturable on CUDA
+    model                    # Its `attention` must say `capturable = True`, and it must not say False itself
 )->int:                      # 0: every step runs eagerly
-    "How far the ladder goes; a backend that no graph can hold is refused if graphs were asked for, and noted if not"
+    "How far the ladder goes; what no graph can hold is refused if graphs were asked for, and noted if not"
     if asked == 0 or asked is None and device.type == "cpu": return 0
-    if device.type == "cuda" and not getattr(backend, "capturable", False):
-        why = f"a CUDA graph cannot hold {type(backend).__name__}, which has no `capturable = True`"
-        if asked: raise ValueError(f"cuda_graph_max_bs={asked}: {why}; use attention_backend='triton', or 0")
+    parts = {model: getattr(model, "capturable", True), model.attention: getattr(model.attention, "capturable", False)}
+    if device.type == "cuda" and not all(parts.values()):
+        names = " and ".join(type(part).__name__ for part, capturable in parts.items() if not capturable)
+        why = f"a CUDA graph cannot hold {names}, which is not `capturable`"
+        if asked: raise ValueError(f"cuda_graph_max_bs={asked}: {why}; use attention_backend='triton' where that is the reason, or 0")
         _log.warning("decode steps run eagerly: %s", why)
         return 0
     return min(asked or 256, max_running)

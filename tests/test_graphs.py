@@ -8,7 +8,7 @@ import pytest, torch
 from minisgl_edu.core import SamplingParams
 from minisgl_edu.attention import TorchAttention
 from minisgl_edu.engine import Engine, EngineConfig
-from minisgl_edu.graphs import GraphRunner, graph_sizes, largest_captured
+from minisgl_edu.graphs import graph_sizes, largest_captured
 from minisgl_edu.overlap import OverlapScheduler
 from minisgl_edu.scheduler import Scheduler
 from plugins import LoopAttention
@@ -20,6 +20,10 @@ WORK = [([5, 9, 2, 44], 9), ([17], 12), (list(range(3, 40)), 5), ([7] * 15, 2), 
 
 class Capturable:
     capturable = True
+
+
+class Model:
+    def __init__(self, attention, **kw): self.attention = attention; self.__dict__.update(kw)
 
 
 @pytest.fixture
@@ -76,12 +80,14 @@ def test_ladder(max_bs, sizes): assert graph_sizes(max_bs) == sizes
 
 
 def test_how_far_the_ladder_goes(caplog):
-    assert largest_captured(None, 64, CPU, Capturable()) == 0 == largest_captured(0, 64, CUDA, Capturable())
-    assert largest_captured(None, 64, CUDA, Capturable()) == 64 and largest_captured(None, 1000, CUDA, Capturable()) == 256
-    assert largest_captured(7, 64, CPU, LoopAttention(None, None, None)) == 7 and largest_captured(100, 64, CUDA, Capturable()) == 64
-    with pytest.raises(ValueError, match="cuda_graph_max_bs=8.*LoopAttention.*capturable.*triton"): largest_captured(8, 64, CUDA, LoopAttention(None, None, None))
+    ours, theirs, stubborn = Model(Capturable()), Model(LoopAttention(None, None, None)), Model(Capturable(), capturable=False)
+    assert largest_captured(None, 64, CPU, ours) == 0 == largest_captured(0, 64, CUDA, ours)
+    assert largest_captured(None, 64, CUDA, ours) == 64 and largest_captured(None, 1000, CUDA, ours) == 256
+    assert largest_captured(7, 64, CPU, theirs) == 7 and largest_captured(100, 64, CUDA, ours) == 64
+    with pytest.raises(ValueError, match="cuda_graph_max_bs=8.*LoopAttention.*capturable.*triton"): largest_captured(8, 64, CUDA, theirs)
+    with pytest.raises(ValueError, match="cuda_graph_max_bs=8.*Model.*capturable"): largest_captured(8, 64, CUDA, stubborn)
     assert not caplog.text
-    with caplog.at_level(logging.WARNING): assert largest_captured(None, 64, CUDA, LoopAttention(None, None, None)) == 0
+    with caplog.at_level(logging.WARNING): assert largest_captured(None, 64, CUDA, theirs) == 0
     assert "run eagerly" in caplog.text and "LoopAttention" in caplog.text
 
 
