@@ -23,7 +23,7 @@ class Flag(NamedTuple):
     help: str
     value: Any = True            # What a switch sets
 
-# %% ../nbs/27_cli.ipynb #6d67c50f
+# %% ../nbs/27_cli.ipynb #b4075027
 ENGINE_FLAGS = [
     Flag("model", ("--model", "--model-path"), str, "directory or hub id; left out, SmolLM2-135M-Instruct, fetched once"),
     Flag("dtype", ("--dtype",), str, "auto, float32, bfloat16, float16 or float64"),
@@ -35,11 +35,11 @@ ENGINE_FLAGS = [
     Flag("max_running_requests", ("--max-running-requests", "--max-running-req"), int, "requests that hold KV at once"),
     Flag("max_seq_len", ("--max-seq-len", "--max-seq-len-override"), int, "prompt plus output tokens at most"),
     Flag("max_prefill_length", ("--max-prefill-length", "--max-extend-length"), int, "prompt tokens per step; longer prompts run in chunks"),
-    Flag("attention_backend", ("--attention-backend", "--attn"), str, "auto or torch"),
+    Flag("attention_backend", ("--attention-backend", "--attn"), str, "auto, torch or triton"),
     Flag("cache", ("--cache", "--cache-type"), str, "prefix cache: radix (kept prefixes) or naive (none)"),
     Flag("policy", ("--policy",), str, "what runs next: prefill-first, decode-first or mixed"),
     Flag("admission", ("--admission",), str, "when a request may start: reserve (its whole output fits) or optimistic (its prompt does)"),
-    Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs", "--graph"), int, "largest captured batch; so far only 0"),
+    Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs", "--graph"), int, "largest decode batch replayed as a CUDA graph; 0: none"),
     Flag("disable_overlap", ("--disable-overlap",), None, "the plain loop: schedule, launch, wait, process"),
     Flag("disable_overlap", ("--enable-overlap",), None, "the overlapped loop; the default on a GPU", False),
     Flag("extra_sync", ("--extra-sync",), None, "for debugging: overlap, but wait for each step when it is launched"),

@@ -178,10 +178,12 @@ class ForwardContext:
     @property
     def extend_lens(self)->list[int]: return [d - c for c, d in zip(self.cached_lens, self.device_lens)]
 
-# %% ../nbs/01_core.ipynb #c7583a37
+# %% ../nbs/01_core.ipynb #05f01ba1
 @runtime_checkable
 class AttentionBackend(Protocol):
     "Attention over the paged KV cache; made as `Backend(config, pool, page_table)`"
+    # A backend that also has `capturable = True` promises: a decode step takes its lengths from `ctx.positions`, on the device,
+    # and `ctx.device_lens` only bounds them. Then a CUDA graph can replay what `prepare` and `forward` launched.
     def prepare(self, ctx:ForwardContext)->None:
         "Once a step, on the device's stream: compute what all layers share into `ctx.metadata`"
     def forward(self,

@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark', 'online']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark', 'online']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -711,7 +711,7 @@ def attention(device="cpu", quick=False, seed=0):
         for n in contexts: row("decode", batch, n, [(n - 1, n)] * batch, *paged_decode_case([n] * batch, 30, device), 3 if quick else 7)
     return rows
 
-# %% ../nbs/09_kernels.ipynb #d2950a6d
+# %% ../nbs/09_kernels.ipynb #1741737f
 def walk_counts(batch, length, q_heads, kv_heads, dim, num_sms=132):
     "Bytes that each step of the walk moves, and bytes it has under way, in bfloat16"
     from minisgl_edu.kernels import num_kv_splits
@@ -721,79 +721,128 @@ def walk_counts(batch, length, q_heads, kv_heads, dim, num_sms=132):
     return {"naive": (once * group, batch * q_heads * token), "tiles": (once * group, batch * q_heads * 64 * token),
             "grouped": (once, batch * kv_heads * 64 * token), "split": (once + parts, batch * kv_heads * splits * 64 * token)}
 
-def walk_runners(device, batch, length, q_heads, kv_heads, dim):
-    "Each step of the walk as a function to time, and PyTorch's attention over dense keys"
+def walk_runners(device, batch, length, q_heads, kv_heads, dim, dtype=None, num_sms=132):
+    "Each step of the walk as a function to time, and PyTorch's attentions over dense keys (FlexAttention is not compiled yet)"
     import torch
     from minisgl_edu import kernels as K
-    half = dict(device=device, dtype=torch.bfloat16)
+    half = dict(device=device, dtype=dtype or torch.bfloat16)
     q, kv = torch.randn(batch, q_heads, dim, **half), torch.randn(batch * length, 2, kv_heads, dim, **half)
     pages = torch.randperm(batch * length // 16, device=device).int() * 16
     table = (pages[:, None] + torch.arange(16, device=device, dtype=torch.int32)).view(batch, length).contiguous()
     rows, lens = torch.arange(batch, device=device), torch.full((batch,), length, device=device, dtype=torch.int32)
     args = (q, kv[:, 0], kv[:, 1], table, rows, lens)
-    splits = K.num_kv_splits(batch, kv_heads, length, torch.cuda.get_device_properties(device).multi_processor_count)
-    dense = kv.view(batch, length, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
+    splits = K.num_kv_splits(batch, kv_heads, length, num_sms)
+    dense = kv[table.flatten().long()].view(batch, length, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return {"naive": lambda: K.naive_decode(*args), "tiles": lambda: K.naive_decode(*args, block_n=64),
             "grouped": lambda: K.decode_attention(*args), "split": lambda: K.decode_attention(*args, num_splits=splits),
-            "torch, dense": lambda: sdpa(q[:, :, None], *dense, enable_gqa=True)}
+            "torch, dense": lambda: sdpa(q[:, :, None], *dense, enable_gqa=True), "flex, dense": flex_runner(q[:, :, None], *dense)}
 
-def small_kernel_runners(device, rows, hidden, inner, q_heads, kv_heads, dim):
-    "The other kernels as (function to time, bytes, FLOPs); extend is one request of half as many new tokens"
+def flex_runner(q, k, v, cached_len=None):
+    "PyTorch's FlexAttention; `run=torch.compile(...)` makes one kernel of it. None where this PyTorch has none"
+    try: from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    except ImportError: return None
+    mask = None
+    if cached_len is not None:
+        mask = create_block_mask(lambda b, h, i, j: i + cached_len >= j, None, None, q.shape[2], k.shape[2], device=q.device)
+    return lambda run=flex_attention: run(q, k, v, block_mask=mask, enable_gqa=True)
+
+def extend_runners(device, new, cached, q_heads, kv_heads, dim, dtype=None):
+    "`new` tokens of one request over `cached` ones and themselves: our kernel, and PyTorch's attentions over dense keys"
     import torch
+    from torch.nn.attention.bias import causal_lower_right
+    from minisgl_edu import kernels as K
+    half, total = dict(device=device, dtype=dtype or torch.bfloat16), cached + new
+    q, kv, slots = torch.randn(new, q_heads, dim, **half), torch.randn(total, 2, kv_heads, dim, **half), torch.randperm(total, device=device)
+    row, cached_lens, lens = (torch.tensor([n], device=device, dtype=torch.int32) for n in (0, cached, total))
+    args = (q, kv[:, 0], kv[:, 1], slots.int()[None], row, row, cached_lens, lens, new)
+    k, v = kv[slots].permute(1, 2, 0, 3).contiguous()[:, None] # [1, num_kv_heads, total, head_dim] each
+    wide = [t.repeat_interleave(q_heads // kv_heads, 1) for t in (k, v)] # a head for every query head: every version of PyTorch takes it
+    q_dense, bias, sdpa = q.transpose(0, 1)[None], causal_lower_right(new, total), torch.nn.functional.scaled_dot_product_attention
+    return {"extend": lambda: K.extend_attention(*args), "torch, dense": lambda: sdpa(q_dense, *wide, attn_mask=bias),
+            "flex, dense": flex_runner(q_dense, k, v, cached)}
+
+def small_kernels(device, rows, hidden, inner, q_heads, kv_heads, dim):
+    "The other kernels as name -> (bytes that they must move, the function to time; None on the CPU)"
+    import torch
+    moved = dict(store_kv=8 * rows * kv_heads * dim, rms_norm=4 * rows * hidden, add_rms_norm=8 * rows * hidden,
+                 rope=2 * rows * dim * (2 * q_heads + 2 * kv_heads + 1), silu_mul=6 * rows * inner)
+    if torch.device(device).type == "cpu": return {name: (n, None) for name, n in moved.items()}
     from minisgl_edu import kernels as K
     half = dict(device=device, dtype=torch.bfloat16)
     x, gate_up, weight = torch.randn(rows, hidden, **half), torch.randn(rows, 2 * inner, **half), torch.ones(hidden, **half)
     q, cos_sin = torch.randn(rows, q_heads, dim, **half), torch.randn(rows, 2 * dim, **half)
     k, v = torch.randn(2, rows, kv_heads, dim, **half).unbind(0)
     pool, slots = torch.empty(rows, 2, kv_heads, dim, **half), torch.randperm(rows, device=device)
-    pool.normal_()
-    new, at = rows // 2, lambda n: torch.tensor([n], device=device, dtype=torch.int32)
-    table, heads = slots.int()[None], (2 * q_heads + 2 * kv_heads) * dim
-    extend = lambda: K.extend_attention(q[:new], pool[:, 0], pool[:, 1], table, at(0), starts, starts, lens, new)
-    starts, lens = at(0), at(new)
-    return {"store_kv": (lambda: K.store_kv(k, v, pool[:, 0], pool[:, 1], slots), 8 * k.numel(), 0),
-            "rms_norm": (lambda: K.rms_norm(x, weight, 1e-5), 4 * x.numel(), 0),
-            "add_rms_norm": (lambda: K.add_rms_norm(x, x, weight, 1e-5), 8 * x.numel(), 0),
-            "rope": (lambda: K.rope(q, k, cos_sin), 2 * rows * (heads + dim), 0),
-            "silu_mul": (lambda: K.silu_mul(gate_up), 6 * rows * inner, 0),
-            "extend": (extend, 2 * new * heads, 2 * new * (new + 1) * q_heads * dim)}
+    run = dict(store_kv=lambda: K.store_kv(k, v, pool[:, 0], pool[:, 1], slots), rms_norm=lambda: K.rms_norm(x, weight, 1e-5),
+               add_rms_norm=lambda: K.add_rms_norm(x, x, weight, 1e-5), rope=lambda: K.rope(q, k, cos_sin), silu_mul=lambda: K.silu_mul(gate_up))
+    return {name: (n, run[name]) for name, n in moved.items()}
 
-# %% ../nbs/09_kernels.ipynb #1b83bad7
-@experiment("09_kernels", title="What each step of the walk moves, and how long it takes",
-            units=dict(moved="bytes", in_flight="bytes", predicted_ms="ms, H200 by published bandwidth and Little's law"))
-def kernel_walk(device="cpu", quick=False, seed=0):
-    "Counted everywhere, timed on CUDA: the walk of decode attention, then every other kernel"
-    import torch
-    from minisgl_edu.device import measure_ceilings
-    shapes = {"Llama-3-8B": (4096, 14336, 32, 8, 128), "Qwen3-0.6B": (1024, 3072, 16, 8, 128)}
-    rows, cuda = [], torch.device(device).type == "cuda"
-    if cuda:
+# %% ../nbs/09_kernels.ipynb #dd8443ce
+class Stopwatch:
+    "Times functions on CUDA: medians, and peers that must be compiled only while there is time left"
+    def __init__(self, device, quick, seconds=60):
+        import time, torch
+        self.cuda, self.quick = torch.device(device).type == "cuda", quick
+        self.late = lambda end=time.monotonic() + seconds: time.monotonic() > end
+
+    def ms(self, fn):
         from triton.testing import do_bench
-        best = measure_ceilings(device, torch.bfloat16, quick)
-        ceilings = dict(copy_gb_s=best.copy_gb_s, matmul_tflop_s=best.matmul_tflop_s)
-        time_ms = lambda fn: do_bench(fn, warmup=5, rep=20 if quick else 50, return_mode="median")
-    batches, lengths = ((1, 32), (4096,)) if quick or not cuda else ((1, 8, 32, 128, 256), (128, 1024, 4096, 32768))
+        return do_bench(fn, warmup=5, rep=20 if self.quick else 50, return_mode="median")
+
+    def row(self, name, fn):
+        "What one runner adds to its row: nothing on the CPU, its time on CUDA, or why there is none"
+        import torch
+        if not self.cuda: return {}
+        if not name.startswith("flex"): return dict(ms=self.ms(fn))
+        if self.quick or self.late(): return dict(ms=None, why="no time left to compile it")
+        try:
+            from torch.nn.attention.flex_attention import flex_attention
+            compiled = torch.compile(flex_attention)
+            return dict(ms=self.ms(lambda: fn(compiled)))
+        except Exception as e: return dict(ms=None, why=f"{type(e).__name__}: {e}"[:200]) # a peer that fails is not our failure
+
+# %% ../nbs/09_kernels.ipynb #76d8bb95
+@experiment("09_kernels", title="What each step of the walk moves, and how long it takes",
+            units=dict(moved="bytes", in_flight="bytes", predicted_ms="ms, H200 by published bandwidth, FLOP rate and Little's law"))
+def kernel_walk(device="cpu", quick=False, seed=0):
+    "Counted and predicted everywhere, timed on CUDA: the walk of decode attention, extend with a cached prefix, then every other kernel"
+    import torch
+    from minisgl_edu.device import Ceilings, OpCost, measure_ceilings, op_ms
+    shapes = {"Llama-3-8B": (4096, 14336, 32, 8, 128), "Qwen3-0.6B": (1024, 3072, 16, 8, 128)}
+    h200, watch, rows = Ceilings(4800, 4800, 989, 5, "H200, published", torch.bfloat16), Stopwatch(device, quick), []
+    best = measure_ceilings(device, torch.bfloat16, quick) if watch.cuda else None
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if watch.cuda else 132
+    def add(model, kernel, step, timing, moved, flops=0, needed=None, predicted_ms=None, **what):
+        "A row; achieved rates count what is needed, over the time it took"
+        if predicted_ms is None: predicted_ms = max(op_ms(OpCost(kernel, needed or moved, flops), h200))
+        row = dict(model=model, kernel=kernel, step=step, **what, moved=moved, flops=flops, predicted_ms=predicted_ms, **timing)
+        if timing.get("ms"): row |= dict(gb_s=(needed or moved) / timing["ms"] / 1e6, tflop_s=flops / timing["ms"] / 1e9)
+        rows.append(row | (dict(copy_gb_s=best.copy_gb_s, matmul_tflop_s=best.matmul_tflop_s) if best else {}))
+    small = quick or not watch.cuda
+    batches, lengths = ((1, 32), (4096,)) if small else ((1, 8, 32, 128, 256), (128, 1024, 4096, 32768))
     for model, (hidden, inner, q_heads, kv_heads, dim) in shapes.items():
         for batch, length in ((b, n) for b in batches for n in lengths if b * n <= 2**20):
-            counts = walk_counts(batch, length, q_heads, kv_heads, dim)
-            runners = walk_runners(device, batch, length, q_heads, kv_heads, dim) if cuda else {}
-            for step in counts | runners:
+            counts = walk_counts(batch, length, q_heads, kv_heads, dim, num_sms)
+            runners = walk_runners(device, batch, length, q_heads, kv_heads, dim, num_sms=num_sms) if watch.cuda else dict.fromkeys(counts)
+            if (batch, length) != (32, 4096): runners.pop("flex, dense", None) # compiling takes longer than all else
+            for step, fn in runners.items():
+                if fn is None and watch.cuda: continue
                 moved, in_flight = counts.get(step, (counts["grouped"][0], None))
-                row = dict(model=model, kernel="decode", step=step, batch=batch, length=length, moved=moved, in_flight=in_flight,
-                           predicted_ms=moved / min(4800, in_flight / 0.7e3) / 1e6 if in_flight else None)
-                if cuda:
-                    ms = time_ms(runners[step])
-                    row |= dict(ms=ms, gb_s=counts["grouped"][0] / ms / 1e6, **ceilings) # what is needed, over the time it took
-                rows.append(row)
-        if not cuda: continue
-        for name, (fn, moved, flops) in small_kernel_runners(device, 8192, hidden, inner, q_heads, kv_heads, dim).items():
-            ms = time_ms(fn)
-            rows.append(dict(model=model, kernel=name, step=None, batch=None, length=8192, moved=moved, in_flight=None, predicted_ms=None,
-                             ms=ms, gb_s=moved / ms / 1e6, tflop_s=flops / ms / 1e9, **ceilings))
+                add(model, "decode", step, watch.row(step, fn), moved, 4 * batch * length * q_heads * dim, counts["grouped"][0],
+                    moved / min(4800, in_flight / 0.7e3) / 1e6 if in_flight else None, batch=batch, length=length, in_flight=in_flight)
+        for new, cached in ((4096, 0), (1024, 3072)) if small else ((4096, 0), (1024, 7168), (512, 32256)):
+            runners = extend_runners(device, new, cached, q_heads, kv_heads, dim) if watch.cuda else {"extend": None}
+            needed = 4 * dim * (new * q_heads + (cached + new) * kv_heads)
+            for step, fn in runners.items():
+                if fn is None and watch.cuda: continue
+                add(model, "extend", step, watch.row(step, fn), needed, 4 * dim * q_heads * (new * cached + new * (new + 1) // 2),
+                    batch=1, length=cached + new, cached=cached, in_flight=None)
+        for name, (moved, fn) in small_kernels(device, 8192, hidden, inner, q_heads, kv_heads, dim).items():
+            add(model, name, None, watch.row(name, fn), moved, batch=None, length=8192, in_flight=None)
     return rows
 
-# %% ../nbs/10_radix.ipynb #2c1a2abb
+# %% ../nbs/10_radix.ipynb #4513a8ed
 @experiment("10_radix", title="Time to first token, by cached share of the prompt",
             units={"prefill_ms": "ms", "roofline_ms": "ms", "match_us_per_1k": "us", "insert_us": "us", "evict_us": "us"})
 def radix(device="cpu", quick=False, seed=0):
@@ -801,7 +850,8 @@ def radix(device="cpu", quick=False, seed=0):
     import random, statistics, time
     import torch
     from minisgl_edu.attention import TorchAttention
-    from minisgl_edu.checkpoint import ModelConfig, default_model, dummy_weights, load_weights, torch_dtype
+    from minisgl_edu.checkpoint import default_model, dummy_weights, load_weights, torch_dtype
+    from minisgl_edu.experiments import default_shape
     from minisgl_edu.core import ForwardContext
     from minisgl_edu.device import measure_ceilings, pick_device, roofline_ms, step_costs
     from minisgl_edu.kvcache import KVPool, create_page_table
@@ -809,12 +859,12 @@ def radix(device="cpu", quick=False, seed=0):
     from minisgl_edu.models import create_model
     from minisgl_edu.radix import RadixCache
     n, rounds = (128, 1) if quick else (512, 3)
-    rng, dev, config = random.Random(seed), pick_device(device), ModelConfig.from_dir(default_model())
+    rng, dev, config = random.Random(seed), pick_device(device), default_shape()
     dtype = torch_dtype("auto", dev, config)
     pool, table = KVPool(config.num_layers, n // 16, 16, config.num_kv_heads, config.head_dim, dev, dtype), create_page_table(1, n, dev)
     table[0] = torch.arange(n)
     model = create_model(config, TorchOps(), TorchAttention(config, pool, table))
-    if device == "cuda": dummy_weights(model, dev, dtype)
+    if dev.type == "cuda": dummy_weights(model, dev, dtype)
     else: load_weights(model, default_model(), dev, dtype)
     ids = torch.tensor([rng.randrange(config.vocab_size) for _ in range(n)], device=dev)
     at, zero = torch.arange(n, device=dev), torch.zeros(1, dtype=torch.int64, device=dev)
@@ -913,18 +963,128 @@ def sampling(device="cpu", quick=False, seed=0):
         rows += [dict(batch=batch, name=name, median_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=predicted.get(name)) for name, t in times.items()]
     return rows
 
-# %% ../nbs/13_engine.ipynb #59234933
+# %% ../nbs/12_graphs.ipynb #b5176103
+def llama_shape(layers, hidden, inner, heads, kv_heads, head_dim, vocab, tied):
+    "The `config.json` of a Llama of this shape"
+    return dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=8192,
+        tie_word_embeddings=tied, eos_token_id=2)
+
+# Of Llama-3-8B and of Qwen3-0.6B
+SHAPES = {"8B": llama_shape(32, 4096, 14336, 32, 8, 128, 128256, False), "0.6B": llama_shape(28, 1024, 3072, 16, 8, 128, 151936, True)}
+
+# %% ../nbs/12_graphs.ipynb #22eb5dfd
+def decode_setup(model, device, num_rows, length, seed=0):
+    "A backend of `model` over a pool of its own, one page of `length` tokens a request; its page table; and decode steps of `n` requests"
+    import torch
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.kvcache import KVPool, create_page_table
+    if torch.device(device).type == "cuda": from minisgl_edu.kernels import TritonAttention as Backend
+    else: from minisgl_edu.attention import TorchAttention as Backend
+    c, dtype = model.config, next(model.parameters()).dtype
+    pool, table = KVPool(c.num_layers, num_rows, length, c.num_kv_heads, c.head_dim, device, dtype), create_page_table(num_rows + 1, length, device)
+    pool.kv.normal_(generator=torch.Generator(device).manual_seed(seed))
+    for row in range(num_rows): table[row, :length] = torch.arange(row * length, (row + 1) * length, device=device)
+    table[-1] = num_rows * length
+    model.attention = Backend(c, pool, table)
+    def step(n, at=length - 1):
+        rows = torch.arange(n, device=device)
+        ids = torch.randint(c.vocab_size, (n,), device=device, generator=torch.Generator(device).manual_seed(seed))
+        return ForwardContext("decode", [at] * n, [at + 1] * n, rows, ids, torch.full_like(rows, at), rows * length + at, rows)
+    return model.attention, table, step
+
+# %% ../nbs/12_graphs.ipynb #89a66316
+def count_ops(fn):
+    "Operations that a call starts; views and empty tensors start nothing"
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Count(TorchDispatchMode):
+        seen = 0
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.name()
+            self.seen += not (func.is_view or "empty" in name or "view" in name)
+            return func(*args, **(kwargs or {}))
+    with Count() as count: fn()
+    return count.seen
+
+def time_decode(model, device, batches, length, repeats, seed=0):
+    "Eager steps and replays of one model, by batch size, in turns: medians and quartiles (ms), and the host's share of them"
+    import statistics, time, torch
+    from minisgl_edu.device import Stream
+    from minisgl_edu.graphs import GraphRunner
+    stream, rows = Stream(device, "decode"), []
+    def here(fn, *args):
+        out = []
+        stream.submit(lambda: out.append(fn(*args))).synchronize()
+        return out[0]
+    backend, table, step = here(decode_setup, model, device, batches[-1], length, seed)
+    runner = here(GraphRunner, model, backend, table, batches[-1] * length, list(batches))
+    def eager(ctx): backend.prepare(ctx); model(ctx)
+    for batch in batches:
+        ctx, times = here(step, batch), {"eager": [], "replay": []}
+        ops = here(count_ops, lambda: eager(ctx))
+        for i in range(repeats + 3):
+            for name, fn in (("eager", eager), ("replay", runner.replay)):
+                start = time.perf_counter(); event = stream.submit(fn, ctx)
+                host = time.perf_counter(); event.synchronize()
+                if i >= 3: times[name].append((1e3 * (time.perf_counter() - start), 1e3 * (host - start)))
+        row = dict(batch=batch, ops=ops, repeats=repeats)
+        for name, pairs in times.items():
+            low, mid, high = statistics.quantiles([t for t, _ in pairs], n=4)
+            row |= {f"{name}_ms": mid, f"{name}_low_ms": low, f"{name}_high_ms": high}
+            if stream.device.type == "cuda": row[f"{name}_host_ms"] = statistics.median(h for _, h in pairs)
+        rows.append(row)
+    stream.close()
+    return rows
+
+# %% ../nbs/12_graphs.ipynb #6a4db253
+@experiment("12_graphs", title="What launching costs in a decode step", units={"eager_ms": "ms", "replay_ms": "ms", "launch_ms": "ms", "roofline_ms": "ms"})
+def graphs(device="cpu", quick=False, seed=0):
+    "Decode steps of random models, eager and replayed: by width on the CPU (batch 1), by batch size on CUDA"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import create_model
+    cuda = torch.device(device).type == "cuda"
+    dtype, length = (torch.bfloat16, 1024) if cuda else (torch.float32, 64)
+    if cuda: from minisgl_edu.kernels import TritonOps as Arithmetic
+    else: Arithmetic = TorchOps
+    widths = (64, 256) if quick else (64, 128, 256, 512, 1024)
+    if cuda: shapes = {name: SHAPES[name] for name in (("0.6B",) if quick else ("0.6B", "8B"))}
+    else: shapes = {f"{w} wide": llama_shape(8, w, 3 * w, w // 32, w // 64, 32, 1024, True) for w in widths}
+    batches = (1, 8, 64) if cuda and quick else (1, 2, 4, 8, 16, 32, 64, 128, 256) if cuda else (1,)
+    ceilings, rows = measure_ceilings(device, dtype, quick), []
+    for name, raw in shapes.items():
+        config = ModelConfig.from_dict(raw)
+        model = create_model(config, Arithmetic())
+        dummy_weights(model, device, dtype, seed)
+        for row in time_decode(model, device, batches, length, 3 if quick else 20 if cuda else 50, seed):
+            ops = 11 * config.num_layers + 12 if cuda else row["ops"] # Triton's launches are not PyTorch's operations: from the chapter's list
+            roof = roofline_ms(step_costs(config, [(length - 1, length)] * row["batch"], dtype), ceilings)
+            rows.append(dict(model=name, width=config.hidden_size, length=length, **row | dict(ops=ops), launch_us=ceilings.launch_us,
+                             launch_ms=ops * ceilings.launch_us / 1e3, roofline_ms=roof))
+        del model
+    return rows
+
+# %% ../nbs/13_engine.ipynb #8cdc0b94
 @experiment("13_engine", title="Decode speed by batch size", units={"step_ms": "ms", "low_ms": "ms", "high_ms": "ms", "linear_ms": "ms", "roofline_ms": "ms"})
 def engine(device="cpu", quick=False, seed=0):
     "One decode step of a static batch, by batch size: the engine, its bare linear layers, and the roofline"
-    import statistics, time, torch
+    import json, statistics, tempfile, time, torch
+    from pathlib import Path
     from minisgl_edu.core import random_workload
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
-    sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if device == "cpu" else (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    eng = Engine(EngineConfig(device=device, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64))
+    from minisgl_edu.experiments import SHAPES
+    cpu = torch.device(device).type == "cpu"
+    sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    config = dict(device=device, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64)
+    with tempfile.TemporaryDirectory() as d: # a GPU is for a model that needs one, and random weights are as fast as any
+        Path(d, "config.json").write_text(json.dumps(SHAPES["8B"] | dict(torch_dtype="bfloat16")))
+        eng = Engine(EngineConfig(**config) if cpu else EngineConfig(model=d, dummy_weights=True, **config))
     ceilings = measure_ceilings(device, eng.dtype, quick)
-    weights = [p for p in eng.model.parameters() if p.dim() == 2] # the tied embedding is the head: one matrix, used once
+    tables = () if eng.model_config.tie_embeddings else (eng.model.embedding.weight,) # a tied one is the head: one matrix, used once
+    weights = [p for p in eng.model.parameters() if p.dim() == 2 and not any(p is t for t in tables)]
     def linears(b):
         xs = {n: torch.zeros(b, n, device=eng.device, dtype=eng.dtype) for n in {w.shape[1] for w in weights}}
         for w in weights: eng.model.head.ops.linear(xs[w.shape[1]], w) # packed or not, as the engine does it
@@ -943,7 +1103,7 @@ def engine(device="cpu", quick=False, seed=0):
     for b in sizes:
         low, mid, high = statistics.quantiles(times[b, "step"], n=4)
         roof = roofline_ms(step_costs(eng.model_config, [(36, 37)] * b, eng.dtype), ceilings)
-        rows.append(dict(batch=b, step_ms=mid, low_ms=low, high_ms=high, linear_ms=statistics.median(times[b, "linear"]), roofline_ms=roof,
+        rows.append(dict(model="SmolLM2-135M" if cpu else "8B", batch=b, step_ms=mid, low_ms=low, high_ms=high, linear_ms=statistics.median(times[b, "linear"]), roofline_ms=roof,
             tokens_per_s=1e3 * b / mid, roofline_share=roof / mid, repeats=len(times[b, "step"])))
     return rows
 

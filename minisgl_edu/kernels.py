@@ -540,7 +540,7 @@ def extend_attention(
         Q_HEADS=num_qo, GROUP=num_qo // num_kv, DIM=dim, **options)
     return out
 
-# %% ../nbs/09_kernels.ipynb #1d682082
+# %% ../nbs/09_kernels.ipynb #2c66d4e4
 @dataclass
 class Work:
     "Requests of one kind in a step; tensors are `[batch]`, on the device"
@@ -553,6 +553,8 @@ class Work:
 
 class TritonAttention:
     "Paged attention by our own kernels: decode for single tokens, extend for longer spans"
+    capturable = True # a pure decode step asks the host for nothing but a bound on its lengths
+
     def __init__(self,
         config,                 # The model's shape
         pool:KVPool,            # Where keys and values live
@@ -574,6 +576,10 @@ class TritonAttention:
 
     def prepare(self, ctx:ForwardContext)->None:
         "Once a step: who decodes, who extends, and where their tokens are"
+        if ctx.phase == "decode":
+            tokens = torch.arange(len(ctx.rows), device=ctx.rows.device, dtype=torch.int32)
+            ctx.metadata = Work(ctx.rows, tokens, ctx.positions, ctx.positions + 1, max(ctx.device_lens), 1), None
+            return
         decodes, extends, start = [], [], 0
         for i, (cached, length) in enumerate(zip(ctx.cached_lens, ctx.device_lens)):
             (decodes if length - cached == 1 else extends).append((i, start, cached, length))

@@ -56,7 +56,7 @@ def test_parse_bytes_refuses(bad):
     ("kv_memory", 0, ">= 1"), ("dtype", "int8", "does not exist"), ("dtype", "fp32", "'float32'"), ("dummy_weights", "yes", "does not exist"),
     ("attention_backend", "flash", "does not exist"), ("cache", "lru", "does not exist"),
     ("policy", "fifo", "does not exist"), ("admission", "hope", "does not exist"),
-    ("disable_overlap", 1, "disable_overlap"), ("cuda_graph_max_bs", 8, "later chapter"),
+    ("disable_overlap", 1, "disable_overlap"), ("cuda_graph_max_bs", True, "integer"), ("cuda_graph_max_bs", 8.0, "integer"),
     ("cuda_graph_max_bs", -1, ">= 0"), ("cuda_graph_max_bs", "8", "integer"), ("seed", -1, ">= 0")])
 def test_bad_values_are_refused_by_name(field, bad, words):
     with pytest.raises(ValueError) as e: EngineConfig(**{field: bad})

@@ -38,16 +38,16 @@ class World:
         self.model = create_model(ModelConfig.from_dir(model_dir), TorchOps(), DenseAttention(), single())
         load_weights(self.model, model_dir, torch.device("cpu"), torch.float64)
 
-    def engine(self, page_size, num_pages, rows, backend="torch"):
-        key = page_size, num_pages, rows, backend
+    def engine(self, page_size, num_pages, rows, backend="torch", graphs=0):
+        key = page_size, num_pages, rows, backend, graphs
         if key not in self.engines:
             self.engines[key] = Engine(EngineConfig(model=self.model_dir, dtype="float64", device="cpu", page_size=page_size,
-                num_pages=num_pages, max_running_requests=rows, attention_backend=backend))
+                num_pages=num_pages, max_running_requests=rows, attention_backend=backend, cuda_graph_max_bs=graphs))
             self.engines[key].eos_token_ids = EOS
         return self.engines[key]
 
-    def scheduler(self, page_size, num_pages, rows, budget=2048, policy="prefill-first", cache="naive", backend="torch", admission="reserve", overlap=False):
-        engine = self.engine(page_size, num_pages, rows, backend)
+    def scheduler(self, page_size, num_pages, rows, budget=2048, policy="prefill-first", cache="naive", backend="torch", admission="reserve", overlap=False, graphs=0):
+        engine = self.engine(page_size, num_pages, rows, backend, graphs)
         for name, value in dict(max_prefill_length=budget, policy=policy, cache=cache, admission=admission).items(): setattr(engine.config, name, value)
         engine.stream.submit(lambda: engine.pool.kv[:, :num_pages * page_size].fill_(torch.nan)).synchronize()  # reading an unwritten slot shows
         return (OverlapScheduler if overlap else Scheduler)(engine)
@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 3, 4, 16]), tokens=st.sampled_from([48, 96, 192]), rows=st.sampled_from([1, 2, 3, 8]),
                 budget=st.sampled_from([1, 2, 7, 32, 2048]), policy=st.sampled_from(["prefill-first", "decode-first", "mixed", DecodeFirst(), Lazy()]),
                 cache=st.sampled_from(["naive", "radix", "radix", PageChainCache]), admission=st.sampled_from(["reserve", "optimistic"]),
-                overlap=st.booleans(), backend=st.sampled_from(["torch", "torch", LoopAttention]))
+                overlap=st.booleans(), backend=st.sampled_from(["torch", "torch", LoopAttention]), graphs=st.sampled_from([0, 3, 8]))
     def start(self, page_size, tokens, rows, **kw):
         self.book = Book(self.world, self.world.scheduler(page_size, tokens // page_size, rows, **kw))
 

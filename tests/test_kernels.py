@@ -187,7 +187,20 @@ def interpreted_engine(model_dir):
             run[name] = [o.token_ids for o in llm.generate(prompts, params)]
     assert run["torch"] == run["triton"] and all(len(ids) == 4 for ids in run["torch"]), run
 
-@pytest.mark.parametrize("what", ["decode", "extend", "heads", "small", "refusals"])
+def interpreted_peers():
+    "What the experiment times against each other computes the same"
+    from minisgl_edu.experiments import extend_runners, walk_runners
+    torch.manual_seed(0)
+    walk = walk_runners("cpu", 2, 32, 4, 2, 16, torch.float32, num_sms=16)
+    assert set(walk) == {"naive", "tiles", "grouped", "split", "torch, dense", "flex, dense"}
+    outs = {name: fn().view(2, 4, 16) for name, fn in walk.items() if fn}
+    for name, out in outs.items(): torch.testing.assert_close(out, outs["torch, dense"], rtol=1e-5, atol=1e-5, msg=name)
+    for cached in (0, 9):
+        runners = extend_runners("cpu", 7, cached, 4, 2, 16, torch.float32)
+        outs = {name: fn() if name == "extend" else fn()[0].transpose(0, 1) for name, fn in runners.items() if fn}
+        for name, out in outs.items(): torch.testing.assert_close(out, outs["torch, dense"], rtol=1e-5, atol=1e-5, msg=name)
+
+@pytest.mark.parametrize("what", ["decode", "extend", "heads", "small", "refusals", "peers"])
 def test_interpreted(what):
     run_python(f"import test_kernels; test_kernels.interpreted_{what}()", interpret=True)
 
@@ -228,6 +241,7 @@ def compile_kernel(name, consts, arch, warps=4, stages=2, dtype="bf16"):
     from minisgl_edu import kernels as K
     fn = getattr(K, name)
     types = dict.fromkeys(("table_ptr", "token_ptr", "len_ptr", "cached_ptr"), "*i32") | dict.fromkeys(("row_ptr", "out_loc_ptr"), "*i64")
+    if name == "decode_attention_kernel": types["len_ptr"] = "*i64"  # positions plus one
     types |= dict(part_ptr="*fp32", lse_ptr="*fp32", scale="fp32", eps="fp32")
     sig = {n: "constexpr" if n in consts else types.get(n, f"*{dtype}" if n.endswith("_ptr") else "i32") for n in fn.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(fn.arg_names) if n.startswith("stride") or sig[n][0] == "*"}
@@ -242,18 +256,17 @@ def compile_kernel(name, consts, arch, warps=4, stages=2, dtype="bf16"):
 def compiled_table(arch):
     "Every kernel, bfloat16: registers, spills and shared memory, and what must be in them"
     from minisgl_edu import kernels as K
-    limit, small = {80: 163, 90: 227}[arch] * 1024, dict(Q_HEADS=32, DIM=128)
+    limit = {80: 163, 90: 227}[arch] * 1024
     jobs = [("store_kv_kernel", dict(WIDTH=1024, BLOCK=1024), 4, 2), ("silu_mul_kernel", dict(SIZE=14336, BLOCK=1024), 4, 2),
             ("rms_norm_kernel", dict(SIZE=4096, BLOCK=4096, ADD=False), 8, 2),
             ("rms_norm_kernel", dict(SIZE=4096, BLOCK=4096, ADD=True), 8, 2),
             ("rope_kernel", dict(Q_HEADS=32, K_HEADS=8, DIM=128, BLOCK_Q=32, BLOCK_K=8, BLOCK_HALF=64, NORM=False), 4, 2),
             ("rope_kernel", dict(Q_HEADS=16, K_HEADS=8, DIM=128, BLOCK_Q=16, BLOCK_K=8, BLOCK_HALF=64, NORM=True), 4, 2),
-            ("reduce_splits_kernel", dict(small, BLOCK_D=128), 4, 2), ("naive_decode_kernel", dict(GROUP=4, DIM=128, BLOCK_D=128), 4, 2),
+            *(("reduce_splits_kernel", dict(Q_HEADS=32, DIM=dim, BLOCK_D=dim), 4, 2) for dim in (64, 128, 256)), ("naive_decode_kernel", dict(GROUP=4, DIM=128, BLOCK_D=128), 4, 2),
             ("tiled_decode_kernel", dict(GROUP=4, DIM=128, BLOCK_D=128, BLOCK_N=64), 4, 2)]
-    for dim, group in ((64, 1), (64, 8), (80, 4), (128, 1), (128, 4), (256, 8)):
+    for dim, group in ((80, 4), *((dim, group) for dim in (64, 128, 256) for group in (1, 4, 8))):
         for kind, options in K.tile_shape(dim, 2, arch >= 90).items():
             consts = dict(options, Q_HEADS=8 * group, GROUP=group, DIM=dim, **(dict(BLOCK_H=16) if kind == "decode" else {}))
-            if kind == "extend" and (dim, group) == (64, 8): continue # the group is only a divisor there
             jobs.append((f"{kind}_attention_kernel", consts, consts.pop("num_warps"), consts.pop("num_stages")))
     for name, consts, warps, stages in jobs:
         kernel, registers, spilled = compile_kernel(name, consts, arch, warps, stages)
@@ -265,6 +278,14 @@ def compiled_table(arch):
         if "attention" in name:
             assert "cp.async" in found and ("wgmma" if arch == 90 and name.startswith("extend") else "mma.sync") in found
     for name in ("store_kv_kernel", "decode_attention_kernel", "extend_attention_kernel"): check_wide_offsets(name, jobs, arch)
+
+def test_no_kernel_knows_the_page_size():
+    "The page table names slots: pages of 1 and of 16 tokens are one and the same compiled kernel"
+    run_python("""
+        from minisgl_edu import kernels as K
+        for name, fn in vars(K).items():
+            if name.endswith("_kernel"): assert not [a for a in fn.arg_names if "page" in a.lower()], name
+        """, interpret=False)
 
 def check_wide_offsets(name, jobs, arch):
     "A slot is 64 bits wide when it meets its stride: in the IR, the stride is widened and no 32-bit product of it exists"
@@ -280,7 +301,7 @@ def check_wide_offsets(name, jobs, arch):
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiled(arch, tmp_path):
-    print(run_python(f"import test_kernels; test_kernels.compiled_table({arch})", interpret=False, TRITON_CACHE_DIR=str(tmp_path)))
+    print(run_python(f"import test_kernels; test_kernels.compiled_table({arch})", interpret=False, timeout=900, TRITON_CACHE_DIR=str(tmp_path)))
 
 def cuda_attention():
     "Compiled and run on a GPU: every dtype, head sizes and groups, ragged lengths"
