@@ -1068,7 +1068,7 @@ def scheduler(device="cpu", quick=False, seed=0):
             idle=1 - (tokens - num) / (rows * len(decode)), seconds=statistics.median(times[mode]), low=min(times[mode]), high=max(times[mode]), roofline_s=roof, dtype=str(eng.dtype)))
     return out
 
-# %% ../nbs/17_overlap.ipynb #eb58dd79
+# %% ../nbs/17_overlap.ipynb #d600ffc4
 @experiment("17_overlap", title="Step time of both loops", units={"plain_ms": "ms", "overlapped_ms": "ms", "host_ms": "ms", "device_ms": "ms"})
 def overlap(device="cpu", quick=False, seed=0):
     "Decode steps in the plain and the overlapped loop: the real model, and a device that sleeps"
@@ -1077,6 +1077,7 @@ def overlap(device="cpu", quick=False, seed=0):
     from minisgl_edu.core import SamplingParams
     from minisgl_edu.engine import Engine, EngineConfig
     from minisgl_edu.overlap import OverlapScheduler
+    from minisgl_edu.sampling import Sampled
     from minisgl_edu.scheduler import Scheduler
     def running(kind, engine, batch, steps):
         "A scheduler whose requests all decode, and the vocabulary's random prompts"
@@ -1112,7 +1113,7 @@ def overlap(device="cpu", quick=False, seed=0):
             num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2))
         eng = Engine(EngineConfig(model=path, device="cpu", num_pages=64 * 8))
         for ms in ([2, 5] if quick else [0.5, 1, 2, 5, 10, 20]):
-            def sleeps(ctx, args, ms=ms): time.sleep(ms / 1e3); return torch.zeros(len(ctx.device_lens), dtype=torch.int64)
+            def sleeps(ctx, args, ms=ms): time.sleep(ms / 1e3); return Sampled(torch.zeros(len(ctx.device_lens), dtype=torch.int64))
             eng.forward_batch = sleeps
             rows.append(row("sleeps", eng, 64, 20 if quick else 60, rounds, device_ms=ms))
         eng.close()
