@@ -137,7 +137,7 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #486c56fa
+# %% ../nbs/13_engine.ipynb #2ec5aa46
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -210,11 +210,7 @@ class Engine:
         sampled:Sampled # Device tensors
     )->Sampled: # Host tensors, complete once the submitted function's event has passed
         "Start the copies to the host, behind the work that makes the tokens"
-        def copy(t):
-            if t is None: return None
-            if self.device.type == "cpu": return t.clone()
-            return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
-        return Sampled(*map(copy, sampled))
+        return Sampled(*(None if t is None else torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t, non_blocking=True) for t in sampled))
 
     def close(self):
         "End the stream's thread; a second call does nothing"
