@@ -137,7 +137,7 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #2ec5aa46
+# %% ../nbs/13_engine.ipynb #fd070fb4
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -210,7 +210,8 @@ class Engine:
         sampled:Sampled # Device tensors
     )->Sampled: # Host tensors, complete once the submitted function's event has passed
         "Start the copies to the host, behind the work that makes the tokens"
-        return Sampled(*(None if t is None else torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t, non_blocking=True) for t in sampled))
+        def copy(t): return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t, non_blocking=True)
+        return Sampled(*(t if t is None else copy(t) for t in sampled))
 
     def close(self):
         "End the stream's thread; a second call does nothing"

@@ -125,7 +125,7 @@ def _draw_ranked(
     if len(rest): tokens[rest] = _draw_ranked(probs[rest], uniforms[rest], top_ks[rest], top_ps[rest], min_ps[rest], 16 * first)
     return tokens
 
-# %% ../nbs/11_sampling.ipynb #89d7162c
+# %% ../nbs/11_sampling.ipynb #f32fdddc
 @dataclass
 class Adjustments:
     "The rows of a batch that change their scores, and by what"
@@ -133,10 +133,10 @@ class Adjustments:
     histories: torch.Tensor    # [n] their rows in `tokens`
     prompt_lens: torch.Tensor  # [n] the answer begins here
     lens: torch.Tensor         # [n] tokens so far
-    penalties: torch.Tensor    # [n, 3] float32: repetition, frequency, presence
+    penalties: torch.Tensor    # [n, 3] float64: repetition, frequency, presence
     biased: torch.Tensor       # [m] index into n of each biased token
     bias_ids: torch.Tensor     # [m] its id
-    biases: torch.Tensor       # [m] float32, to be added
+    biases: torch.Tensor       # [m] float64, to be added
     tokens: torch.Tensor       # [any, max_len] int64, prompts and answers; the device's token pool, or a copy of what the host knows
     longest: int               # The largest of `lens`, known to the host
 
@@ -158,7 +158,7 @@ def adjust(
     scores.scatter_(1, ids, at).index_put_((here(by.biased), here(by.bias_ids)), here(by.biases).to(scores.dtype), accumulate=True)
     return logits.index_copy(0, rows, scores)
 
-# %% ../nbs/11_sampling.ipynb #93089e20
+# %% ../nbs/11_sampling.ipynb #b2ca38af
 def _adjustments(
     reqs:Sequence[Req],              # The rows of the batch
     token_pool:torch.Tensor|None,    # [rows, max_len] the tokens of every table row; only passed on, never read here
@@ -174,8 +174,8 @@ def _adjustments(
     def whole(values): return tensor(values, torch.int64)
     return Adjustments(whole(rows), whole([r.table_idx for r in asking] if token_pool is not None else range(len(asking))),
         whole([r.prompt_len for r in asking]), whole([r.device_len for r in asking]),
-        tensor([(max(r.params.repetition_penalty, 1e-6), r.params.frequency_penalty, r.params.presence_penalty) for r in asking], torch.float32),
-        whole(biased), whole(ids), tensor(addends, torch.float32), pool, max(r.device_len for r in asking))
+        tensor([(max(r.params.repetition_penalty, 1e-6), r.params.frequency_penalty, r.params.presence_penalty) for r in asking], torch.float64),
+        whole(biased), whole(ids), tensor(addends, torch.float64), pool, max(r.device_len for r in asking))
 
 # %% ../nbs/11_sampling.ipynb #908d0644
 class Sampled(NamedTuple):

@@ -4,7 +4,10 @@ import math
 import pytest
 import torch
 
-from minisgl_edu.core import Req, SamplingParams, TokenLogprobs
+from minisgl_edu.core import Req, RequestError, SamplingParams, TokenLogprobs
+from minisgl_edu.engine import Engine, EngineConfig
+from minisgl_edu.models import DenseAttention, full_context
+from minisgl_edu.overlap import make_scheduler
 from minisgl_edu.sampling import choose, prepare, read_logprobs, sample, uniform, with_seed
 
 INF = float("inf")
@@ -357,3 +360,142 @@ def test_logprobs_at_the_edges():
     args = prepare([scheduled(SamplingParams(temperature=0, logprobs=1), uid=i) for i in range(2)])
     out = sample(nan, args)
     assert out.tokens.tolist() == [-1, 1] and read_logprobs(out, args.logprobs)[1].top[0][0] == 1
+
+
+# --- behind the scheduler: what the device knows is enough, whatever the loop does ---
+
+@pytest.fixture
+def make(tiny_model_dir):
+    "Schedulers over the tiny float64 model; at the end nothing may be held"
+    made = []
+    def make(overlap=False, **kw):
+        engine = Engine(EngineConfig(**(dict(model=str(tiny_model_dir), dtype="float64", device="cpu", page_size=4, num_pages=64, max_running_requests=8,
+            disable_overlap=not overlap) | kw)))
+        made.append(make_scheduler(engine))
+        return made[-1]
+    yield make
+    for s in made:
+        s.close(); s.check_integrity()
+        stats = s.stats()
+        s.engine.close()
+        assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0 and stats["rows_free"] == s.engine.dummy_row, stats
+
+
+def run(s):
+    "Step to the end; events by uid"
+    out = {}
+    while s.has_work:
+        for e in s.step(): out.setdefault(e.uid, []).append(e)
+        s.check_integrity()
+    return out
+
+
+def oracle(engine, prompt, params):
+    "(token, its log-probability, the likeliest) of a greedy request, one full forward pass a token"
+    told = []
+    def loop():
+        ids = list(prompt)
+        while len(ids) < len(prompt) + params.max_tokens:
+            row = engine.model(full_context([ids], "cpu"), DenseAttention())[0]
+            logprobs = torch.log_softmax(row, -1)
+            best = max(range(len(row)), key=lambda t, new=adjusted(row, list(prompt), ids[len(prompt):], params): (new[t], -t))
+            told.append((best, logprobs[best].item(), logprobs.topk(params.logprobs or 0).indices.tolist()))
+            ids.append(best)
+    engine.stream.submit(loop).synchronize()
+    return told
+
+
+def penalised(i):
+    return SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=(None, 3, 0)[i % 3],
+        **[dict(repetition_penalty=1.5), dict(presence_penalty=2.0), dict(), dict(frequency_penalty=2.0, repetition_penalty=1.1), dict(logit_bias={5: 4.0, 9: -3}, presence_penalty=-1.0)][i % 5])
+
+
+WORK = [([3 + (7 * i + j * j) % 90 for j in range(4 + 3 * i)], penalised(i)) for i in range(10)]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("config", [dict(), dict(max_prefill_length=5, policy="mixed"), dict(num_pages=12, page_size=4, admission="optimistic", max_seq_len=48)], ids=["whole", "chunks", "retraction"])
+def test_penalties_and_logprobs_equal_the_oracle(make, overlap, config):
+    s = make(overlap, **config)
+    for uid, (prompt, params) in enumerate(WORK): s.add(uid, prompt, params)
+    out = run(s)
+    if "admission" in config: assert s.stats()["retracted"] > 0
+    plain = [oracle(s.engine, prompt, SamplingParams(temperature=0, max_tokens=10)) for prompt, _ in WORK]
+    changed = 0
+    for uid, (prompt, params) in enumerate(WORK):
+        want, events = oracle(s.engine, prompt, params), out[uid]
+        assert [e.token_id for e in events] == [t for t, *_ in want]
+        changed += [t for t, *_ in want] != [t for t, *_ in plain[uid]]
+        for e, (token, logprob, top) in zip(events, want):
+            if params.logprobs is None: assert e.logprobs is None; continue
+            assert e.logprobs.logprob == pytest.approx(logprob, abs=1e-9) and [t for t, _ in e.logprobs.top] == top
+    assert changed >= 6, "the rules make a difference"
+
+
+def poison(monkeypatch, when):
+    "NaN in the scores of whoever asks for log-probabilities, the `when`th time it samples"
+    calls = [0]
+    def poisoned(logits, args):
+        if args.logprob_rows is not None:
+            calls[0] += 1
+            if calls[0] == when: logits[args.logprob_rows[0], 7] = float("nan")
+        return sample(logits, args)
+    monkeypatch.setattr("minisgl_edu.engine.sample", poisoned)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("when", [1, 2, 5, 6])
+@pytest.mark.parametrize("rule", [dict(temperature=0), dict(seed=1, top_p=0.9), dict(seed=1, presence_penalty=1.0)], ids=str)
+def test_nan_ends_one_request_with_an_error(make, monkeypatch, overlap, when, rule):
+    def others(s): return [s.add(uid, [uid + 3, 5, 8], SamplingParams(max_tokens=9, seed=uid, ignore_eos=True, frequency_penalty=uid / 2)) for uid in (1, 2, 3)]
+    s = make(overlap, max_prefill_length=8)
+    others(s)
+    alone = {uid: [e.token_id for e in events] for uid, events in run(s).items()}
+    poison(monkeypatch, when)
+    victim = [40 + i for i in range(20)]  # its prompt is at least two chunks
+    s.add(0, victim, SamplingParams(max_tokens=9, ignore_eos=True, logprobs=0, **rule))
+    others(s)
+    out = run(s)
+    *before, last = out.pop(0)
+    assert (last.finish_reason, last.token_id, last.error.code) == ("error", None, "not_finite") and "not finite numbers" in str(last.error)
+    assert len(before) < when and all(e.finish_reason is None and e.token_id >= 0 for e in before)
+    assert {uid: [e.token_id for e in events] for uid, events in out.items()} == alone
+    monkeypatch.undo()
+    s.add(9, victim, SamplingParams(max_tokens=3, ignore_eos=True, temperature=0))
+    s.add(10, victim, SamplingParams(max_tokens=3, ignore_eos=True, temperature=0, logprobs=0))
+    after = run(s)
+    assert [e.token_id for e in after[9]] == [e.token_id for e in after[10]] == [t for t, *_ in oracle(s.engine, victim, SamplingParams(temperature=0, max_tokens=3))]
+
+
+def test_a_bias_outside_the_vocabulary_is_refused_at_the_door(make):
+    s = make()
+    s.add(0, [3, 4], SamplingParams(temperature=0, max_tokens=2, logit_bias={127: 100}, ignore_eos=True))
+    with pytest.raises(RequestError, match="logit_bias names token 128; .* 0 to 127") as e: s.add(1, [3, 4], SamplingParams(logit_bias={5: 1, 128: 1}))
+    assert e.value.param == "logit_bias" and [e.token_id for e in run(s)[0]] == [127, 127]
+
+
+def test_an_implicit_limit_is_cut_to_the_room_an_explicit_one_is_refused(make):
+    s = make(max_seq_len=20)
+    prompt = [3] * 15
+    s.add(0, prompt, SamplingParams(temperature=0, ignore_eos=True))
+    with pytest.raises(RequestError, match="max_tokens is 16.*room for 5"): s.add(1, prompt, SamplingParams(temperature=0, max_tokens=16))
+    s.add(2, [3], SamplingParams(temperature=0, ignore_eos=True))
+    out = run(s)
+    assert len(out[0]) == 5 and len(out[2]) == 16
+
+
+def test_a_seed_gives_the_same_text_with_penalties_in_any_company(make):
+    params = SamplingParams(seed=4, max_tokens=12, ignore_eos=True, frequency_penalty=0.8, repetition_penalty=1.2, top_p=0.95, logit_bias={9: 1.0})
+    alone = make()
+    alone.add(0, [5, 6, 7], params)
+    want = [e.token_id for e in run(alone)[0]]
+    crowd = make(True, max_prefill_length=4, policy="mixed")
+    for uid, (prompt, other) in enumerate(WORK[:5]): crowd.add(uid, prompt, other)
+    crowd.add(77, [5, 6, 7], params)
+    assert [e.token_id for e in run(crowd)[77]] == want
+
+
+def test_a_request_without_a_seed_has_one_when_it_is_queued(make):
+    s = make()
+    s.add(0, [5], SamplingParams(max_tokens=2))
+    assert s.ledger.live[0].params.seed == with_seed(SamplingParams(), 0).seed
