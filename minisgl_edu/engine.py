@@ -16,7 +16,7 @@ import torch
 __all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'PoolPlan', 'plan_pool', 'pick_parts', 'record_graphs', 'Engine',
            'make_context', 'StaticBatch']
 
-# %% ../nbs/13_engine.ipynb #92c8b5f8
+# %% ../nbs/13_engine.ipynb #ea33e03b
 from .core import Batch, ForwardContext, Req, SamplingParams, check_number
 from .device import Stream, kv_heads_of, memory_free, pick_device, weight_bytes
 from .distributed import TPGroup, single
@@ -25,7 +25,7 @@ from .layers import PackedOps, TorchOps, can_pack
 from .models import DecoderModel, create_model
 from .kvcache import KVPool, create_page_table, page_bytes, pages_needed, pages_that_fit
 from .attention import make_backend
-from .sampling import SamplingArgs, prepare, sample
+from .sampling import Sampled, SamplingArgs, prepare, sample
 from .graphs import GraphRunner, graph_sizes, largest_captured
 
 _log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def record_graphs(
     if device.type == "cuda": _log.info("recorded %d decode graphs of up to %d requests in %.0f MiB", len(graphs.sizes), largest, mib)
     return graphs
 
-# %% ../nbs/13_engine.ipynb #c8eb5194
+# %% ../nbs/13_engine.ipynb #33e252ae
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -228,7 +228,7 @@ class Engine:
     def forward_batch(self,
         ctx:ForwardContext,  # Device tensors of this step
         args:SamplingArgs    # How each request samples
-    )->torch.Tensor: # [batch] int64 on the device: the next token of each request
+    )->Sampled: # On the device: the next token of each request, and what else its params ask for
         "One forward pass and one token per request; only inside a function submitted to `stream`"
         assert torch.is_inference_mode_enabled(), "call forward_batch inside a function submitted to engine.stream"
         return sample(self.logits(ctx), args)
@@ -242,11 +242,11 @@ class Engine:
         return self.model(ctx)
 
     def to_host(self,
-        tokens:torch.Tensor # Device tensor
-    )->torch.Tensor: # Host tensor, complete once the submitted function's event has passed
-        "Start the copy to the host, behind the work that makes the tokens"
-        if self.device.type == "cpu": return tokens.clone()
-        return torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        sampled:Sampled # Device tensors
+    )->Sampled: # Host tensors, complete once the submitted function's event has passed
+        "Start the copies to the host, behind the work that makes the tokens"
+        def copy(t): return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t, non_blocking=True)
+        return Sampled(*(t if t is None else copy(t) for t in sampled))
 
     def close(self):
         "End the stream's thread; a second call does nothing"
@@ -267,7 +267,7 @@ def make_context(
     return ForwardContext(batch.phase, [s.cached_len for s in spans], [s.device_len for s in spans],
         rows, ids, positions, out_loc, lens.cumsum(0) - 1)
 
-# %% ../nbs/13_engine.ipynb #939f00a7
+# %% ../nbs/13_engine.ipynb #6004952e
 class StaticBatch:
     "A fixed set of requests, run together until the last has ended; nobody joins"
     def __init__(self,
@@ -296,7 +296,7 @@ class StaticBatch:
         batch, args = Batch(reqs, "decode" if reqs[0].output_len else "prefill"), prepare(reqs)
         out = []
         self.engine.stream.submit(lambda: out.append(self.engine.to_host(self.engine.forward_batch(make_context(self.engine, batch), args)))).synchronize()
-        for r, token in zip(reqs, out[0].tolist()):
+        for r, token in zip(reqs, out[0].tokens.tolist()):
             r.complete_one(); r.append_host(token)
             if token in self.engine.eos_token_ids and not r.params.ignore_eos: r.finish_reason = "stop"
             elif r.output_len == r.params.max_tokens: r.finish_reason = "length"
