@@ -270,3 +270,15 @@ def test_two_hosts_under_torchrun_give_the_tokens_of_one(tiny_model_dir, alone, 
     (size, first, second, drawn), other = (json.loads((tmp_path/f"{r}.json").read_text()) for r in range(2))
     assert other == [size, first, second, drawn] and size == 2 and len(drawn) > 0
     assert first == second == alone["plain"][0]
+
+
+# --- one GPU ---
+
+@pytest.mark.parametrize("name", ["distributed", "tensor_parallel"])
+def test_a_machine_with_one_gpu_gets_a_note_instead_of_a_measurement(name, monkeypatch):
+    from minisgl_edu.experiments import _rows, find_experiment
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    exp = find_experiment(name)
+    row, = _rows(exp, exp.fn(device="cuda", quick=True, seed=0))
+    assert row["note"] == "2 ranks need 2 GPUs, and PyTorch sees 1 here"
