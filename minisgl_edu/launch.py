@@ -138,7 +138,7 @@ class _Worker:
         if code is not None and code < 0: return f"killed by signal {-code} ({signal.Signals(-code).name})"
         return f"ended with exit code {code}"
 
-# %% ../nbs/24_launch.ipynb #99125f75
+# %% ../nbs/24_launch.ipynb #22d21106
 class Watchdog:
     "Barks when there is work and no scheduler moves"
     LOOKS = 8 # as often as this it looks before it barks
@@ -155,8 +155,8 @@ class Watchdog:
         self.still = self.still + 1 if busy and now == self.before else 0
         self.before = now
         if self.still < self.LOOKS: return None
-        rounds = [p[:2] for p in now]
-        return [r for r, p in enumerate(rounds) if p == min(rounds, key=lambda q: (q[1], q[0]))]
+        come = [(rounds, calls) for calls, rounds, _ in now]  # how far each has come
+        return [rank for rank, c in enumerate(come) if c == min(come)]
 
 # %% ../nbs/24_launch.ipynb #926d163a
 @contextmanager
