@@ -46,7 +46,7 @@ ENGINE_FLAGS = [
     Flag("dummy_weights", ("--dummy-weights", "--dummy-weight"), None, "random weights: for speed, not for text"),
 ]
 
-# %% ../nbs/27_cli.ipynb #236a32f8
+# %% ../nbs/27_cli.ipynb #ad21e41c
 SERVER_FLAGS = [
     Flag("host", ("--host",), str, "address to listen on"),
     Flag("port", ("--port",), int, "port, 1919 if left out; 0 takes a free one"),
@@ -54,9 +54,10 @@ SERVER_FLAGS = [
     Flag("served_model_name", ("--served-model-name",), str, "the name clients use"),
     Flag("drain_seconds", ("--drain-seconds",), float, "how long running requests may go on at the end"),
     Flag("tp", ("--tp", "--tp-size", "--tensor-parallel-size"), int, "ranks that share the model"),
+    Flag("watchdog_seconds", ("--watchdog-seconds",), float, "a scheduler that has work and stands still for this long is given up"),
 ]
 # Flags of the design whose chapter is still to come: refused by name, not as a typing error.
-LATER = ("--api-key", "--max-waiting", "--request-timeout", "--watchdog-seconds")
+LATER = ("--api-key", "--max-waiting", "--request-timeout")
 
 # %% ../nbs/27_cli.ipynb #e80a2d0e
 def add_flags(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 # %% auto #0
-__all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'PoolPlan', 'plan_pool', 'pick_parts', 'record_graphs', 'Engine',
+__all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'agree', 'PoolPlan', 'plan_pool', 'pick_parts', 'record_graphs', 'Engine',
            'make_context', 'StaticBatch']
 
 # %% ../nbs/13_engine.ipynb #ea33e03b
@@ -56,7 +56,7 @@ def _one_of(
     why = "comes with a later chapter" if value in later else "does not exist"
     raise ValueError(f"{name}={value!r} {why}; use one of {', '.join(map(repr, allowed))}")
 
-# %% ../nbs/13_engine.ipynb #10d9a9d1
+# %% ../nbs/13_engine.ipynb #f2a9bee5
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -65,7 +65,7 @@ class EngineConfig:
     device: str|None = None            # "cpu", "cuda", "cuda:1"; None takes the GPU if there is one
     page_size: int = 16                # Tokens per KV page
     num_pages: int|None = None         # Pages in the KV pool; None works it out from the memory
-    kv_memory: int|str|None = None     # Bytes for the KV pool, or "2GiB"; None: a quarter of the free RAM up to 4 GiB, or `memory_ratio`
+    kv_memory: int|str|None = None     # Bytes for the KV pool (of each rank), or "2GiB"; None: a quarter of the free RAM up to 4 GiB, or `memory_ratio`
     memory_ratio: float = 0.9          # GPU only: share of the free memory that weights and KV pool take together; the rest is for graphs and activations
     max_running_requests: int = 64     # Rows of the page table: requests that hold KV at once
     max_seq_len: int|None = None       # Prompt plus output (tokens) at most; None is the model's own limit
@@ -98,17 +98,30 @@ class EngineConfig:
         _one_of("dummy_weights", self.dummy_weights, (False, True))
         if self.cuda_graph_max_bs is not None: check_number("cuda_graph_max_bs", self.cuda_graph_max_bs, 0, whole=True)
 
-# %% ../nbs/13_engine.ipynb #a197a0ca
+# %% ../nbs/13_engine.ipynb #256ac1d7
 def kv_budget(
     config:EngineConfig,     # `kv_memory` wins; otherwise the device decides
     device:torch.device,     # CPU: a quarter of the free RAM, up to 4 GiB
     free_before:int,         # Bytes free before the weights were loaded
-    free_after:int           # Bytes free now
-)->int: # Bytes the KV pool may take
+    free_after:int,          # Bytes free now
+    tp:int=1                 # Ranks; on CPUs they share the memory
+)->int: # Bytes the KV pool of one rank may take
     "How much memory the pool may take"
     if config.kv_memory is not None: return config.kv_memory
-    if device.type == "cpu": return min(free_after // 4, 4 * 2**30)
+    if device.type == "cpu": return min(free_after // 4, 4 * 2**30) // tp
     return int(free_before * config.memory_ratio) - (free_before - free_after)
+
+# %% ../nbs/13_engine.ipynb #7f2fc673
+def agree(
+    tp:TPGroup, # All ranks call this
+    budget:int  # Bytes that this rank's KV pool may take
+)->int: # What the poorest rank can take
+    "One budget for all ranks; an error where they are more than 2 GiB apart"
+    low, high = tp.min_max(budget)
+    if high - low > 2 * 2**30:
+        raise ValueError(f"the ranks have between {low:,} and {high:,} bytes free for the KV pool, more than 2 GiB apart: "
+                         "free the memory of the poorest, or give num_pages or kv_memory")
+    return low
 
 # %% ../nbs/13_engine.ipynb #3ab2c5ef
 class PoolPlan(NamedTuple):
@@ -173,7 +186,7 @@ def record_graphs(
     if device.type == "cuda": _log.info("recorded %d decode graphs of up to %d requests in %.0f MiB", len(graphs.sizes), largest, mib)
     return graphs
 
-# %% ../nbs/13_engine.ipynb #33e252ae
+# %% ../nbs/13_engine.ipynb #1d092974
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -182,7 +195,7 @@ class Engine:
         model_dir:str|Path|None=None   # Already resolved directory; None resolves `config.model`
     ):
         self.config, self.tp = config, tp or single()
-        self.device = pick_device(config.device)
+        self.device = pick_device(self.tp.device or config.device)
         self.model_dir = Path(model_dir) if model_dir is not None else resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(self.model_dir)
         self.dtype = torch_dtype(config.dtype, self.device, self.model_config)
@@ -215,11 +228,10 @@ class Engine:
         free_before:int # Bytes free before loading
     )->PoolPlan:
         "The pool's size, the same on every rank; a pool smaller than the context says so"
-        budget = kv_budget(self.config, self.device, free_before, memory_free(self.device))
+        self.tp.barrier()  # where ranks share a memory, all of them have loaded by now
+        budget = kv_budget(self.config, self.device, free_before, memory_free(self.device), self.tp.size)
+        if self.config.num_pages is None: budget = agree(self.tp, budget)
         plan = plan_pool(self.config, self.model_config, self.dtype, budget, self.tp.size)
-        if self.tp.size > 1:
-            pages = self.tp.min_max(plan.num_pages)[0]
-            plan = plan._replace(num_pages=pages, max_seq_len=min(plan.model_len, pages * self.page_size))
         if plan.max_seq_len < plan.model_len:
             _log.warning("the KV pool holds %d tokens (%d pages of %d), fewer than the context of %d: max_seq_len is %d",
                 plan.num_pages * self.page_size, plan.num_pages, self.page_size, plan.model_len, plan.max_seq_len)
@@ -231,7 +243,9 @@ class Engine:
     )->Sampled: # On the device: the next token of each request, and what else its params ask for
         "One forward pass and one token per request; only inside a function submitted to `stream`"
         assert torch.is_inference_mode_enabled(), "call forward_batch inside a function submitted to engine.stream"
-        return sample(self.logits(ctx), args)
+        sampled = sample(self.logits(ctx), args)
+        self.tp.broadcast(sampled.tokens)  # rank 0's choice is everyone's
+        return sampled
 
     def logits(self,
         ctx:ForwardContext # Device tensors of this step

@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark', 'online']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -381,16 +381,17 @@ def device(device="cpu", quick=False, seed=0):
                          read_gb_s=ceilings.read_gb_s, matmul_tflop_s=ceilings.matmul_tflop_s))
     return rows
 
-# %% ../nbs/03_distributed.ipynb #4b6236a8
+# %% ../nbs/03_distributed.ipynb #a9989cf1
 @experiment("03_distributed", title="An all-reduce against the matmul that it splits",
             units={"all_reduce_us": "us", "whole_us": "us", "share_us": "us", "read_gb_s": "GB/s", "copy_gb_s": "GB/s"})
 def distributed(device="cpu", quick=False, seed=0):
     "What does an all-reduce cost, against the half of a matmul that it saves?"
     from statistics import median
-    from minisgl_edu.distributed import run_ranks, time_split
-    if device != "cpu": raise ValueError("this experiment runs a gloo pair on the CPU: use --device cpu")
+    from minisgl_edu.distributed import rank_device, run_ranks, time_split
+    try: rank_device(device, 0, 2)
+    except ValueError as e: return [dict(note=str(e), all_reduce_us=None, whole_us=None, share_us=None, read_gb_s=None, copy_gb_s=None)]
     counts = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1024]
-    ranks = run_ranks(time_split, 2, counts, 1536, 576, 20 if quick else 100)
+    ranks = run_ranks(time_split, 2, counts, 1536, 576, 20 if quick else 100, device=device)
     rows = []
     for i, n in enumerate(counts):
         times = {f"{name}_us": median(t for rank in ranks for t in rank[i][name]) for name in ("all_reduce", "whole", "share")}
@@ -1622,6 +1623,39 @@ def launch(device="cpu", quick=False, seed=0):
         for rate in (2, 6) if quick else (1, 3, 5, 7):
             due = time.perf_counter() + 0.1 + rng.exponential(1 / rate, rate * (1 if quick else 6)).cumsum()
             with ThreadPoolExecutor(len(due)) as pool: rows.append(_load_row(rate, list(pool.map(lambda d: _piece_times(server.url, body, d), due))))
+    return rows
+
+# %% ../nbs/25_tensor_parallel.ipynb #a4c12f1e
+@experiment("25_tensor_parallel", title="Decoding on several ranks", units={"step_ms": "ms", "alone_ms": "ms", "rank_mb": "MB", "read_gb_s": "GB/s"})
+def tensor_parallel(device="cpu", quick=False, seed=0):
+    "Step time with and without the exchanges, and memory per rank, for 1 to 4 ranks"
+    import json, tempfile
+    from pathlib import Path
+    from statistics import quantiles
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, default_model
+    from minisgl_edu.device import measure_ceilings
+    from minisgl_edu.distributed import rank_device, run_ranks
+    from minisgl_edu.tensor_parallel import time_rank
+    try: rank_device(device, 0, 2)
+    except ValueError as e: return [dict(note=str(e), step_ms=None, alone_ms=None, rank_mb=None, read_gb_s=None)]
+    options = dict(device=device, dtype="float32", num_pages=64, max_running_requests=8, max_seq_len=128)
+    c, rows = measure_ceilings(device, torch.float32, quick=quick), []
+    with tempfile.TemporaryDirectory() as folder:
+        raw = ModelConfig.from_dir(default_model()).raw | dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+        (Path(folder)/"config.json").write_text(json.dumps(raw))
+        models = {"SmolLM2-135M": (dict(model=str(default_model())), (1, 3)), "8 heads": (dict(model=folder, dummy_weights=True), (1, 2, 4))}
+        for name, (model, sizes) in list(models.items())[:1 if quick else 2]:
+            for size in sizes:
+                try: rank_device(device, 0, size)
+                except ValueError: continue  # not so many GPUs
+                ranks = run_ranks(time_rank, size, options | model, [1, 8], 4 if quick else 24, timeout=300, device=device)
+                for i, batch in enumerate((1, 8)):
+                    mine = [r[i] for r in ranks]
+                    low, mid, high = quantiles([t for r in mine for t in r["together"]], n=4)
+                    rows.append(dict(model=name, ranks=size, batch=batch, step_ms=mid, low_ms=low, high_ms=high,
+                        alone_ms=quantiles([t for r in mine for t in r["alone"]], n=4)[1], read_gb_s=c.read_gb_s, tflop_s=c.matmul_tflop_s,
+                        rank_mb=mine[0]["weight_bytes"] / 1e6, kv_mb=mine[0]["kv_bytes"] / 1e6))
     return rows
 
 # %% ../nbs/26_benchmark.ipynb #e071e847

@@ -13,3 +13,11 @@ class Slow(TorchAttention):
 
 class Broken:
     def __init__(self, config, pool, page_table): raise RuntimeError("this backend never starts")
+
+
+class FailsOnRank1(TorchAttention):
+    "One rank of several fails in its first step, and the others wait for it"
+    def prepare(self, ctx):
+        import torch.distributed as dist
+        if dist.get_rank() == 1: raise MemoryError("rank 1 ran out")
+        return super().prepare(ctx)

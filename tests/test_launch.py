@@ -122,7 +122,7 @@ def complete(url, **body): return httpx.post(f"{url}/v1/completions", json={"pro
 
 @pytest.mark.parametrize("options, word", [
     (dict(port=70000), "port"), (dict(num_tokenizers=0), "num_tokenizers"), (dict(drain_seconds=-1), "drain_seconds"), (dict(start_timeout=0), "start_timeout"),
-    (dict(tp=2), "tp=2"), (dict(page_size=0), "page_size"), (dict(cache="lru"), "lru")])
+    (dict(tp=0), "tp"), (dict(watchdog_seconds=0), "watchdog_seconds"), (dict(page_size=0), "page_size"), (dict(cache="lru"), "lru")])
 def test_bad_values_are_refused_by_name(options, word):
     with pytest.raises(ValueError, match=word): start_server(**options)
 
@@ -265,7 +265,7 @@ def test_a_killed_worker_ends_streams_and_server(model):
 
 
 def test_a_killed_server_leaves_nobody(model):
-    with Served(model) as a:
+    with Served(model, tp=2) as a:
         a.ready()
         Reader(a.url, 3000).started()
         os.kill(a.process.pid, signal.SIGKILL)

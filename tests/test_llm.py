@@ -148,12 +148,10 @@ def test_bad_params_name_their_field(bad):
     with pytest.raises(ValueError, match=next(iter(bad))): SamplingParams(**bad)
 
 
-def test_unknown_keywords_and_tp_are_refused_by_name(tiny_model_dir, monkeypatch):
+def test_unknown_keywords_and_tp_are_refused_by_name(tiny_model_dir):
     with pytest.raises(TypeError, match="unknown.*pagesize"): LLM(str(tiny_model_dir), pagesize=3)
     with pytest.raises(TypeError, match="tp"): LLM(str(tiny_model_dir), tp=2)
     with pytest.raises(ValueError, match="page_size"): LLM(str(tiny_model_dir), page_size=0)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE=2"): LLM(str(tiny_model_dir))
 
 
 def test_without_a_tokenizer_token_ids_work_and_the_rest_is_refused(tiny):
