@@ -148,17 +148,20 @@ class ThreadRank(TPGroup):
     "A rank in a thread of this process: collectives meet at a barrier"
     def __init__(self, rank, size, barrier, parts):
         super().__init__(rank, size)
-        self.barrier, self.parts = barrier, parts
+        self.meet, self.parts = barrier, parts
 
     def exchange(self, t):
         self.parts[self.rank] = t.clone()
-        self.barrier.wait(60)
+        self.meet.wait(60)
         parts = list(self.parts)
-        self.barrier.wait(60)
+        self.meet.wait(60)
         return parts
 
     def all_reduce(self, t): return t.copy_(sum(self.exchange(t)))
     def all_gather(self, t, dim=-1): return torch.cat(self.exchange(t), dim)
+
+    def barrier(self): self.meet.wait(60)
+    def broadcast(self, t): return t.copy_(self.exchange(t)[0])
 
     def min_max(self, value):
         values = [int(v) for v in self.exchange(torch.tensor(value))]
