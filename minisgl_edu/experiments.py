@@ -883,7 +883,7 @@ def decode_step(config, batch, context, device, dtype, seed=0):
         return model(ctx)
     return step
 
-# %% ../nbs/11_sampling.ipynb #5980babd
+# %% ../nbs/11_sampling.ipynb #d1b0bbd0
 @experiment("11_sampling", title="Sampling next to a decode step, by batch size", units={"median_ms": "ms", "predicted_ms": "ms"})
 def sampling(device="cpu", quick=False, seed=0):
     "What does sampling cost next to the forward pass?"
@@ -891,25 +891,27 @@ def sampling(device="cpu", quick=False, seed=0):
     from minisgl_edu.device import measure_ceilings, measure_interleaved, roofline_ms, step_costs
     from minisgl_edu.sampling import _draw_ranked, _probs, prepare, sample
     dtype, config, context = torch.float32 if device == "cpu" else torch.bfloat16, default_shape(), 128
-    kinds = {"greedy": dict(temperature=0), "draw": {}, "top-p 0.95": dict(top_p=0.95)}
+    kinds = {"greedy": dict(temperature=0), "draw": {}, "top-p 0.95": dict(top_p=0.95), "penalties": dict(temperature=0, frequency_penalty=0.5),
+        "log-probabilities": dict(temperature=0, logprobs=5)}
     rows, ceilings = [], measure_ceilings(device, dtype, quick)
     for batch in [1, 8] if quick else [1, 4, 8, 16, 32]:
         logits, vocab = language_like_logits(batch, config.vocab_size, device, seed), config.vocab_size
+        pool = torch.randint(vocab, (batch, context), generator=torch.Generator().manual_seed(seed)).to(device)
         def requests(kind):
-            reqs = [Req(i, [0], SamplingParams(seed=i, **kind)) for i in range(batch)]
-            for r in reqs: r.schedule(1)
+            reqs = [Req(i, [0] * context, SamplingParams(seed=i, **kind)) for i in range(batch)]
+            for r in reqs: r.schedule(context); r.prompt_len, r.table_idx = context // 2, r.uid
             return reqs
         def sort_all(args=prepare(requests(kinds["top-p 0.95"]))):
             t = lambda x: x.to(device)
             probs = _probs(logits, t(args.ranked), t(args.temperatures))
             return _draw_ranked(probs, t(args.uniforms), t(args.top_ks), t(args.top_ps), t(args.min_ps), first=vocab)
-        fns = {name: lambda reqs=requests(kind): sample(logits, prepare(reqs)) for name, kind in kinds.items()}
+        fns = {name: lambda reqs=requests(kind): sample(logits, prepare(reqs, pool)) for name, kind in kinds.items()}
         with torch.inference_mode():
             fns.update({"model": decode_step(config, batch, context, device, dtype, seed), "sort everything": sort_all})
             times = measure_interleaved(fns, repeats=3 if quick else 7, warmup=2, device=device)
         numbers = batch * vocab * 4 / ceilings.copy_gb_s / 1e6
         roofline = roofline_ms(step_costs(config, [(context - 1, context)] * batch, dtype), ceilings)
-        predicted = {"greedy": numbers, "draw": 10 * numbers, "model": roofline}
+        predicted = {"greedy": numbers, "draw": 10 * numbers, "penalties": 8 * numbers, "log-probabilities": 7 * numbers, "model": roofline}
         rows += [dict(batch=batch, name=name, median_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=predicted.get(name)) for name, t in times.items()]
     return rows
 
