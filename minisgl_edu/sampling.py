@@ -177,7 +177,7 @@ def _adjustments(
         tensor([(max(r.params.repetition_penalty, 1e-6), r.params.frequency_penalty, r.params.presence_penalty) for r in asking], torch.float64),
         whole(biased), whole(ids), tensor(addends, torch.float64), pool, max(r.device_len for r in asking))
 
-# %% ../nbs/11_sampling.ipynb #908d0644
+# %% ../nbs/11_sampling.ipynb #be03cb39
 class Sampled(NamedTuple):
     "What one step chose; on the device, or copied to the host"
     tokens: torch.Tensor             # [batch] int64; -1 where the scores were no finite numbers
@@ -188,11 +188,11 @@ class Sampled(NamedTuple):
 def log_probabilities(
     logits:torch.Tensor, # [batch, vocab] as the model made them
     tokens:torch.Tensor, # [batch] the chosen ones
-    rows:torch.Tensor,   # [asking] who asks
+    rows:torch.Tensor,   # [asking] who asks, rising
     k:int                # How many alternatives
 )->tuple[torch.Tensor,torch.Tensor,torch.Tensor]: # The last three of `Sampled`
     "Log-probabilities of the chosen tokens and of the `k` likeliest"
-    logprobs = torch.log_softmax(logits[rows], -1)
+    logprobs = torch.log_softmax(logits if len(rows) == len(logits) else logits[rows], -1)
     top, ids = _likeliest(logprobs, min(k, logits.shape[-1]))
     return logprobs.gather(-1, tokens[rows].clamp(min=0).unsqueeze(-1)).squeeze(-1), ids, top
 

@@ -362,6 +362,19 @@ def test_logprobs_at_the_edges():
     assert out.tokens.tolist() == [-1, 1] and read_logprobs(out, args.logprobs)[1].top[0][0] == 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_host_never_waits_and_the_tokens_are_the_same():
+    logits, reqs = mixed_rows(44, 700)
+    pool = torch.zeros(44, 100, dtype=torch.int64)
+    for r in reqs: r.table_idx = r.uid; pool[r.uid, :len(r.input_ids)] = torch.tensor(r.input_ids)
+    want, args, there, pool = sample(logits.double(), prepare(reqs)), prepare(reqs, pool.cuda()), logits.double().cuda(), pool.cuda()
+    sample(there, args)  # the first call loads kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try: got = sample(there, args)
+    finally: torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got.tokens.cpu(), want.tokens) and torch.allclose(got.chosen.cpu(), want.chosen) and torch.equal(got.top_ids.cpu(), want.top_ids)
+
+
 # --- behind the scheduler: what the device knows is enough, whatever the loop does ---
 
 @pytest.fixture
