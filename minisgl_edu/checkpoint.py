@@ -64,7 +64,7 @@ def _rope_kind(
     if kind not in ROPE_TYPES: raise ValueError(f"rope type {kind!r} is not supported{why}; supported: {', '.join(ROPE_TYPES)}")
     return kind
 
-# %% ../nbs/04_checkpoint.ipynb #a8068972
+# %% ../nbs/04_checkpoint.ipynb #c4a2c4d0
 def _rope(
     raw:dict # config.json
 )->tuple[float, dict|None]: # (theta, scaling or None)
@@ -80,12 +80,13 @@ def _rope(
     if unknown := [f"{n}={v!r}" for n, v in params.items() if n not in _ROPE_ANY.union(need, may) and v is not None]:
         raise ValueError(f"rope type {kind!r}: {', '.join(unknown)} is not supported")
     numbers = {n: params.get(n) for n in (*need, *may)}
-    bad = [n for n, v in numbers.items() if (v is None and n in need) or (v is not None and n != "truncate" and (type(v) not in (int, float) or not v > 0))]
+    bad = [n for n, v in numbers.items() if (v is None and n in need) or (v is not None and n != "truncate" and (type(v) not in (int, float) or not 0 < v < math.inf))]
     if bad: raise ValueError(f"rope type {kind!r} needs positive numbers: {', '.join(f'{n}={numbers[n]!r}' for n in bad)}")
+    if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]: raise ValueError("rope type 'llama3' needs high_freq_factor > low_freq_factor")
     theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     return theta, None if kind == "default" else {"rope_type": kind, **{n: v for n, v in numbers.items() if v is not None}}
 
-# %% ../nbs/04_checkpoint.ipynb #04b07013
+# %% ../nbs/04_checkpoint.ipynb #ba61a79c
 _ONLY = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, partial_rotary_factor=1.0, use_mrope=False, use_sliding_window=False)
 
 def _check_supported(
@@ -97,8 +98,6 @@ def _check_supported(
         if raw.get(name): raise ValueError(f"{name}: quantised checkpoints are not supported")
     for name, allowed in _ONLY.items():
         if raw.get(name) not in (None, allowed): raise ValueError(f"{name}={raw[name]!r} is not supported for {arch}, only {allowed!r}")
-    window, limit = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None, raw.get("max_position_embeddings") or math.inf
-    if window and window < limit: raise ValueError(f"sliding_window={window} is not supported: it hides tokens from a context of {limit}; null means none")
     if odd := set(raw.get("layer_types") or ()) - {"full_attention"}: raise ValueError(f"layer_types: {', '.join(map(repr, sorted(odd)))} is not supported")
 
 # %% ../nbs/04_checkpoint.ipynb #03554e7d
@@ -140,15 +139,14 @@ def eos_token_ids(
     token_id = _token_id(path, content, tok_config) if content else None
     return tuple(sorted(ids if token_id is None else ids | {token_id}))
 
-# %% ../nbs/04_checkpoint.ipynb #007bf782
+# %% ../nbs/04_checkpoint.ipynb #4fa52c17
 def _check_sizes(
     raw:dict,           # config.json
     need:tuple,         # Fields that must be there
-    may:tuple=(),       # Fields that may be
-    message="config lacks" # Begins the error for what is missing
+    may:tuple=()        # Fields that may be
 )->None:
     "Sizes are positive whole numbers"
-    if missing := [n for n in need if raw.get(n) is None]: raise ValueError(f"{message} {', '.join(missing)}")
+    if missing := [n for n in need if raw.get(n) is None]: raise ValueError(f"config lacks {', '.join(missing)}")
     for n in (*need, *may):
         if raw.get(n) is not None and (type(raw[n]) is not int or raw[n] < 1): raise ValueError(f"{n} must be a positive whole number, got {raw[n]!r}")
 
@@ -164,7 +162,7 @@ def _experts(
     sparse = tuple(i for i in range(raw["num_hidden_layers"]) if i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0)
     return dict(num_experts=num, experts_per_token=chosen, expert_size=raw["moe_intermediate_size"], norm_topk=bool(raw.get("norm_topk_prob")), sparse_layers=sparse)
 
-# %% ../nbs/04_checkpoint.ipynb #ac0dc74e
+# %% ../nbs/04_checkpoint.ipynb #70ecdf27
 @dataclass(frozen=True)
 class ModelConfig:
     "What the engine needs to know about a model, under one set of names"
@@ -211,6 +209,8 @@ class ModelConfig:
         head_dim = full.get("head_dim") or hidden // heads
         if head_dim % 2: raise ValueError(f"head_dim={head_dim} must be even: features turn in pairs")
         if scaling and scaling["rope_type"] == "yarn": limit = max(limit, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+        window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
+        if window and window < limit: raise ValueError(f"sliding_window={window} is not supported: it hides tokens from a context of {limit}; null means none")
         return cls(arch, full["vocab_size"], hidden, full["intermediate_size"], full["num_hidden_layers"], heads, kv_heads, head_dim,
             float(full.get("rms_norm_eps") or 1e-6), theta, scaling, limit, bool(full.get("tie_word_embeddings", False)), family.attention_bias,
             family.qk_norm, tuple(sorted(set(eos) | _as_ids(full.get("eos_token_id")))), full.get("model_type", ""),

@@ -14,12 +14,12 @@ from torch import nn
 __all__ = ['ARCHITECTURES', 'Attention', 'MLP', 'DecoderLayer', 'DecoderModel', 'create_model', 'DenseAttention', 'full_context',
            'generate_naive', 'MoE']
 
-# %% ../nbs/06_models.ipynb #60d72d51
+# %% ../nbs/06_models.ipynb #77bcf480
 from .core import AttentionBackend, ForwardContext, Ops
 from .device import kv_heads_of
 from .distributed import TPGroup, divide, single
 from .checkpoint import FAMILIES, ModelConfig, WeightSlot
-from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, rope_rows, rope_table
+from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, can_group, rope_rows, rope_table
 
 # %% ../nbs/06_models.ipynb #7c8c9b8e
 class Attention(Layer):
@@ -100,7 +100,7 @@ class DecoderLayer(Layer):
         return {**self.input_norm.slots(f"{prefix}.input_layernorm"), **self.attention.slots(f"{prefix}.self_attn"),
                 **self.post_norm.slots(f"{prefix}.post_attention_layernorm"), **self.mlp.slots(f"{prefix}.mlp")}
 
-# %% ../nbs/06_models.ipynb #4b4bfed1
+# %% ../nbs/06_models.ipynb #484c4a59
 class DecoderModel(Layer):
     "Embedding, decoder layers, norm and head: from one step's tokens to the scores of each request's next token"
     def __init__(self,
@@ -117,6 +117,10 @@ class DecoderModel(Layer):
         self.head = LMHead(self.embedding, config.tie_embeddings)
         self.ignored_weights = ("*rotary_emb.inv_freq",) + ("lm_head.weight",) * config.tie_embeddings
         self.rope = None # made on the device at the first step
+
+    @property
+    def capturable(self)->bool: # Can a step be recorded as a CUDA graph? Not where experts need a look from the host
+        return not self.config.sparse_layers or can_group(self.norm.weight.device, self.norm.weight.dtype)
 
     def forward(self,
         ctx:ForwardContext,                   # The step; its attention metadata is prepared

@@ -60,6 +60,9 @@ MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per
     ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}, "contradict"), ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
     ({"sliding_window": 16}, "sliding_window=16"), ({"architectures": ["MistralForCausalLM"], "sliding_window": 63}, "sliding_window=63"),
     ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window=4096"), # what a file without the field means
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 64, "rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 64}}, "context of 128"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4, "original_max_position_embeddings": 64}}, "high_freq_factor > low_freq_factor"),
+    ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor=inf"),
     ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"), ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"), ({"compression_config": {"format": "int"}}, "compression_config"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"attention_bias": True}, "attention_bias"), ({"mlp_bias": True}, "mlp_bias"),

@@ -259,6 +259,14 @@ def test_costs_of_experts_are_those_of_the_model(tiny, variant):
     assert weights == pytest.approx(4 * layers * 8 * one, rel=1e-6)                                    # a thousand touch them all
 
 
+def test_a_graph_holds_a_model_unless_its_experts_need_the_host(tiny, monkeypatch):
+    from minisgl_edu import models
+    dense, sparse = (create_model(ModelConfig.from_dir(tiny(v)), TorchOps()) for v in ("qwen3", "moe"))
+    assert dense.capturable and not sparse.capturable
+    monkeypatch.setattr(models, "can_group", lambda device, dtype: True)
+    assert sparse.capturable
+
+
 @torch.inference_mode()
 def test_kernels_compute_what_the_family_asks(tiny):
     from minisgl_edu.kernels import TritonOps
