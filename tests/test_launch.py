@@ -238,7 +238,7 @@ def idle_scheduler(server):
 
 
 def test_two_at_once_then_ctrl_c_and_sigterm(model):
-    with Served(model) as a, Served(model) as b:
+    with Served(model) as a, Served(model, tp=2) as b:
         a.ready(); b.ready()
         assert a.url != b.url and complete(a.url).status_code == complete(b.url).status_code == 200
         short, long = Reader(a.url, 40).started(), Reader(b.url, 3000).started()
