@@ -253,6 +253,16 @@ def test_what_is_recorded_asks_the_host_for_nothing(make_engine):
     assert len(ops.names) > 10 and not ops.names & NOT_RECORDABLE, ops.names & NOT_RECORDABLE
 
 
+def test_the_offline_api_takes_it(tiny_model_dir):
+    "As a keyword of `LLM`; requests of different lengths, so that batches shrink through the sizes"
+    from minisgl_edu.llm import LLM
+    answers = []
+    for largest in (0, 4):
+        with LLM(str(tiny_model_dir), dtype="float64", device="cpu", num_pages=64, max_running_requests=8, cuda_graph_max_bs=largest) as llm:
+            answers.append([o.token_ids for o in llm.generate([ids for ids, _ in WORK], [greedy(n) for _, n in WORK])])
+    assert answers[0] == answers[1] and [len(t) for t in answers[0]] == [n for _, n in WORK]
+
+
 # ---- our own kernels ----------------------------------------------------------------------------------------------------------------
 
 def interpreted_engine(model_dir):
