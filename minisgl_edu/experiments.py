@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -684,16 +684,16 @@ def decode_ways(device="cpu", quick=False, seed=0):
                          roofline_ms=max(op_ms(cost, measure_ceilings(device, torch.float32, quick)))))
     return rows
 
-# %% ../nbs/08_attention.ipynb #1c4b097a
+# %% ../nbs/08_attention.ipynb #5c4add56
 @experiment("08_attention", title="Attention time by context length", units=dict(context="tokens", ms="ms", low="ms", high="ms", roofline_ms="ms", rest_ms="ms"))
 def attention(device="cpu", quick=False, seed=0):
     "Attention of one step in all layers of the default model: a prompt of n tokens, or decoding at n tokens"
     import torch
     from minisgl_edu.attention import TorchAttention
-    from minisgl_edu.checkpoint import ModelConfig, default_model
     from minisgl_edu.core import ForwardContext
     from minisgl_edu.device import measure, measure_ceilings, op_ms, roofline_ms, step_costs
-    config, f32 = ModelConfig.from_dir(default_model()), torch.float32
+    from minisgl_edu.experiments import default_shape
+    config, f32 = default_shape(), torch.float32
     ceilings, rows = measure_ceilings(device, f32, quick), []
 
     def row(phase, batch, n, spans, qkv, ctx, pool, table, repeats):
@@ -1069,22 +1069,31 @@ def graphs(device="cpu", quick=False, seed=0):
         del model
     return rows
 
-# %% ../nbs/13_engine.ipynb #8cdc0b94
+# %% ../nbs/13_engine.ipynb #5fcb62bc
+def engine_model(device, raw=None):
+    "What an engine loads in an experiment: the default model; on CUDA random weights of its shape (or of `raw`), for which nothing is fetched"
+    import atexit, json, tempfile, torch
+    from pathlib import Path
+    from minisgl_edu.experiments import default_shape
+    if torch.device(device).type == "cpu": return dict(device=device)
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    Path(folder.name, "config.json").write_text(json.dumps((raw or default_shape().raw) | dict(torch_dtype="bfloat16")))
+    return dict(device=device, model=folder.name, dummy_weights=True)
+
+# %% ../nbs/13_engine.ipynb #6d90f22d
 @experiment("13_engine", title="Decode speed by batch size", units={"step_ms": "ms", "low_ms": "ms", "high_ms": "ms", "linear_ms": "ms", "roofline_ms": "ms"})
 def engine(device="cpu", quick=False, seed=0):
     "One decode step of a static batch, by batch size: the engine, its bare linear layers, and the roofline"
-    import json, statistics, tempfile, time, torch
-    from pathlib import Path
+    import statistics, time, torch
     from minisgl_edu.core import random_workload
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
-    from minisgl_edu.experiments import SHAPES
+    from minisgl_edu.experiments import SHAPES, engine_model
     cpu = torch.device(device).type == "cpu"
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    config = dict(device=device, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64)
-    with tempfile.TemporaryDirectory() as d: # a GPU is for a model that needs one, and random weights are as fast as any
-        Path(d, "config.json").write_text(json.dumps(SHAPES["8B"] | dict(torch_dtype="bfloat16")))
-        eng = Engine(EngineConfig(**config) if cpu else EngineConfig(model=d, dummy_weights=True, **config))
+    model = engine_model(device, SHAPES["8B"])
+    eng = Engine(EngineConfig(**model, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64))
     ceilings = measure_ceilings(device, eng.dtype, quick)
     tables = () if eng.model_config.tie_embeddings else (eng.model.embedding.weight,) # a tied one is the head: one matrix, used once
     weights = [p for p in eng.model.parameters() if p.dim() == 2 and not any(p is t for t in tables)]
@@ -1144,7 +1153,7 @@ def resources(device="cpu", quick=False, seed=0):
     return [dict(step=i, in_use=good[i], leaky=leaky[i] if i < len(leaky) else None) for i in range(0, steps, 5)] + [
         dict(step=steps, in_use=good_left, leaky=leaky_left, drained=True, mean=sum(good[200:]) / len(good[200:]), dry_at=len(leaky) if len(leaky) < steps else None)]
 
-# %% ../nbs/15_prefill.ipynb #2fef9fc2
+# %% ../nbs/15_prefill.ipynb #219eda1e
 @experiment("15_prefill", title="Step length and time to first token, by token budget",
             units={"longest_ms": "ms", "longest_roofline_ms": "ms", "mean_ttft_ms": "ms", "mean_ttft_roofline_ms": "ms", "all_ms": "ms", "all_roofline_ms": "ms"})
 def prefill(device="cpu", quick=False, seed=0):
@@ -1153,12 +1162,13 @@ def prefill(device="cpu", quick=False, seed=0):
     from minisgl_edu.core import Req, SamplingParams, random_workload
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig, make_context
+    from minisgl_edu.experiments import engine_model
     from minisgl_edu.kvcache import NaivePrefixCache, slots_of
     from minisgl_edu.prefill import PrefillManager
     from minisgl_edu.resources import CacheManager, TableManager
     from minisgl_edu.sampling import prepare
     budgets, count = ([128, 512], 3) if quick else ([128, 256, 512, 1024, 2048], 12 if device == "cpu" else 48)
-    eng = Engine(EngineConfig(device=device, num_pages=17 * count, max_seq_len=272, max_running_requests=count))
+    eng = Engine(EngineConfig(**engine_model(device), num_pages=17 * count, max_seq_len=272, max_running_requests=count))
     prompts = [ids for ids, _ in random_workload(count, 32, 256, eng.model_config.vocab_size, seed)]
     def run(batch):
         "Row and page by page onto the device, then the step"
@@ -1191,7 +1201,7 @@ def prefill(device="cpu", quick=False, seed=0):
     eng.close()
     return rows
 
-# %% ../nbs/16_scheduler.ipynb #eb5876f6
+# %% ../nbs/16_scheduler.ipynb #6c3dd429
 @experiment("16_scheduler", title="Continuous against static batching", units={"seconds": "s", "low": "s", "high": "s", "roofline_s": "s"})
 def scheduler(device="cpu", quick=False, seed=0):
     "The same requests in padded, in static, and in continuous batches"
@@ -1200,9 +1210,10 @@ def scheduler(device="cpu", quick=False, seed=0):
     from minisgl_edu.core import random_workload
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
+    from minisgl_edu.experiments import engine_model
     from minisgl_edu.scheduler import Scheduler
     num, rows, longest = (6, 3, 8) if quick else (24, 8, 40) if device == "cpu" else (256, 32, 256)
-    eng = Engine(EngineConfig(device=device, num_pages=rows * longest // 8 + rows, max_seq_len=2 * longest, max_running_requests=rows))
+    eng = Engine(EngineConfig(**engine_model(device), num_pages=rows * longest // 8 + rows, max_seq_len=2 * longest, max_running_requests=rows))
     work, batches = random_workload(num, min(8, longest // 2), longest, eng.model_config.vocab_size, seed), []
     def groups(pad):
         "Static batches, one after another"
@@ -1309,7 +1320,7 @@ def turns(device="cpu", quick=False, seed=0):
     for eng in engines.values(): eng.close()
     return rows
 
-# %% ../nbs/17_overlap.ipynb #d600ffc4
+# %% ../nbs/17_overlap.ipynb #3ba1e9d4
 @experiment("17_overlap", title="Step time of both loops", units={"plain_ms": "ms", "overlapped_ms": "ms", "host_ms": "ms", "device_ms": "ms"})
 def overlap(device="cpu", quick=False, seed=0):
     "Decode steps in the plain and the overlapped loop: the real model, and a device that sleeps"
@@ -1317,6 +1328,7 @@ def overlap(device="cpu", quick=False, seed=0):
     from minisgl_edu.checkpoint import save_random_model
     from minisgl_edu.core import SamplingParams
     from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.experiments import engine_model
     from minisgl_edu.overlap import OverlapScheduler
     from minisgl_edu.sampling import Sampled
     from minisgl_edu.scheduler import Scheduler
@@ -1358,7 +1370,7 @@ def overlap(device="cpu", quick=False, seed=0):
             eng.forward_batch = sleeps
             rows.append(row("sleeps", eng, 64, 20 if quick else 60, rounds, device_ms=ms))
         eng.close()
-    eng = Engine(EngineConfig(device=device, dummy_weights=device == "cuda", max_seq_len=128))
+    eng = Engine(EngineConfig(**engine_model(device), max_seq_len=128))
     rows.append(row("real", eng, 16, 6 if quick else 24, rounds, dtype=str(eng.dtype)))
     eng.close()
     return rows

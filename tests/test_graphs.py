@@ -4,6 +4,7 @@ Before every replay the static tensors are poisoned, as if an unlucky step had l
 import logging
 
 import pytest, torch
+from torch.utils._pytree import tree_leaves
 
 from minisgl_edu.core import SamplingParams
 from minisgl_edu.attention import TorchAttention
@@ -227,30 +228,78 @@ NOT_RECORDABLE = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero
                   "lift_fresh_copy", "scalar_tensor", "pin_memory", "_pin_memory"}
 
 
-def test_what_is_recorded_asks_the_host_for_nothing(make_engine):
-    "The whole model, on a backend that keeps the promise"
-    class Frozen(LoopAttention):
-        capturable = True
-        def forward(self, q, k, v, layer_id, ctx):
-            "Dense over the whole row, masked by the positions: no length from the host"
-            if ctx.phase != "decode": return super().forward(q, k, v, layer_id, ctx)
-            keys, values = self.pool.k[layer_id], self.pool.v[layer_id]
-            keys.index_copy_(0, ctx.out_loc, k), values.index_copy_(0, ctx.out_loc, v)
-            slots = self.page_table[ctx.rows].long()
-            seen = torch.arange(slots.shape[1]) <= ctx.positions[:, None]
-            slots = torch.where(seen, slots, slots[:, :1])
-            k_all, v_all = (t[slots].repeat_interleave(q.shape[1] // k.shape[1], 2) for t in (keys, values))
-            scores = torch.einsum("bhd,bnhd->bhn", q, k_all) / q.shape[-1]**0.5
-            return torch.einsum("bhn,bnhd->bhd", scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1), v_all)
-    engine = make_engine(attention_backend=Frozen, cuda_graph_max_bs=8)
-    ops, step = Recorded(), engine.graphs._step
-    def watch(ctx):
-        with ops: step(ctx)
-    engine.graphs.graphs = {size: (lambda ctx=graph.args[0]: watch(ctx)) for size, graph in engine.graphs.graphs.items()}
-    engine.stream.submit(lambda: engine.pool.kv.zero_()).synchronize()
-    plain = tokens_of(make_engine())[0]
-    assert tokens_of(engine)[0] == plain
-    assert len(ops.names) > 10 and not ops.names & NOT_RECORDABLE, ops.names & NOT_RECORDABLE
+class Tape(Recorded):
+    "A graph of PyTorch operations: replaying runs them again on the same tensors, and no Python of the step"
+    def __init__(self): super().__init__(); self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.ops.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.ops:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs))):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr(): old.copy_(new)  # else a view, or in place
+
+
+class Dense(LoopAttention):
+    "Keeps the promise: a decode step attends to whole rows, masked by the positions, with no length from the host"
+    capturable = True
+
+    def forward(self, q, k, v, layer_id, ctx):
+        if ctx.phase != "decode": return super().forward(q, k, v, layer_id, ctx)
+        keys, values = self.pool.k[layer_id], self.pool.v[layer_id]
+        keys.index_copy_(0, ctx.out_loc, k), values.index_copy_(0, ctx.out_loc, v)
+        slots = self.page_table[ctx.rows].long()
+        seen = torch.arange(slots.shape[1]) <= ctx.positions[:, None]
+        slots = torch.where(seen, slots, slots[:, :1])
+        k_all, v_all = (t[slots].repeat_interleave(q.shape[1] // k.shape[1], 2) for t in (keys, values))
+        scores = torch.einsum("bhd,bnhd->bhn", q, k_all) / q.shape[-1]**0.5
+        return torch.einsum("bhn,bnhd->bhd", scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1), v_all)
+
+
+def tapes(engine):
+    "Record every size's step for good: what a CUDA graph would freeze is frozen"
+    def record():
+        recorded = {}
+        for size, step in engine.graphs.graphs.items():
+            step()  # tables are made before
+            with Tape() as recorded[size]: step()
+        return recorded
+    out = []
+    engine.stream.submit(lambda: out.append(record())).synchronize()
+    engine.graphs.graphs = {size: tape.replay for size, tape in out[0].items()}
+    return out[0]
+
+
+def test_a_step_recorded_once_serves_every_batch(make_engine, plain):
+    "The model's own code runs while recording and never again; it asks the host for nothing"
+    engine = make_engine(attention_backend=Dense, cuda_graph_max_bs=8)
+    recorded = tapes(engine)
+    for tape in recorded.values(): assert len(tape.ops) > 40 and not tape.names & NOT_RECORDABLE, tape.names & NOT_RECORDABLE
+    engine.graphs._step = None  # no Python of the step is left
+    assert tokens_of(engine, WORK, late=WORK[::-1])[0] == plain
+    assert set(engine.graphs.replayed) == {1, 2, 4, 8}
+
+
+def test_a_tape_would_show_what_the_host_decides(make_engine, plain):
+    "The test above can fail: a backend that takes lengths from the host answers as if they were those of the recording"
+    class FromHost(Dense):
+        def forward(self, q, k, v, layer_id, ctx): return LoopAttention.forward(self, q, k, v, layer_id, ctx)
+    engine = make_engine(attention_backend=FromHost, max_seq_len=64, cuda_graph_max_bs=8)
+    recorded = tapes(engine)
+    assert tokens_of(engine, WORK, late=WORK[::-1])[0] != plain
+
+
+def test_the_offline_api_takes_it(tiny_model_dir):
+    "As a keyword of `LLM`; requests of different lengths, so that batches shrink through the sizes"
+    from minisgl_edu.llm import LLM
+    answers = []
+    for largest in (0, 4):
+        with LLM(str(tiny_model_dir), dtype="float64", device="cpu", num_pages=64, max_running_requests=8, cuda_graph_max_bs=largest) as llm:
+            answers.append([o.token_ids for o in llm.generate([ids for ids, _ in WORK], [greedy(n) for _, n in WORK])])
+    assert answers[0] == answers[1] and [len(t) for t in answers[0]] == [n for _, n in WORK]
 
 
 # ---- our own kernels ----------------------------------------------------------------------------------------------------------------
