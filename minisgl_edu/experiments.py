@@ -1637,7 +1637,7 @@ def launch(device="cpu", quick=False, seed=0):
             with ThreadPoolExecutor(len(due)) as pool: rows.append(_load_row(rate, list(pool.map(lambda d: _piece_times(server.url, body, d), due))))
     return rows
 
-# %% ../nbs/25_tensor_parallel.ipynb #a4c12f1e
+# %% ../nbs/25_tensor_parallel.ipynb #828be01f
 @experiment("25_tensor_parallel", title="Decoding on several ranks", units={"step_ms": "ms", "alone_ms": "ms", "rank_mb": "MB", "read_gb_s": "GB/s"})
 def tensor_parallel(device="cpu", quick=False, seed=0):
     "Step time with and without the exchanges, and memory per rank, for 1 to 4 ranks"
@@ -1651,7 +1651,7 @@ def tensor_parallel(device="cpu", quick=False, seed=0):
     from minisgl_edu.tensor_parallel import time_rank
     try: rank_device(device, 0, 2)
     except ValueError as e: return [dict(note=str(e), step_ms=None, alone_ms=None, rank_mb=None, read_gb_s=None)]
-    options = dict(device=device, dtype="float32", num_pages=64, max_running_requests=8, max_seq_len=128)
+    options = dict(device=device, dtype="float32", num_pages=64, max_running_requests=8, max_seq_len=128, cuda_graph_max_bs=0)  # a graph would exchange, alone or not
     c, rows = measure_ceilings(device, torch.float32, quick=quick), []
     with tempfile.TemporaryDirectory() as folder:
         raw = ModelConfig.from_dir(default_model()).raw | dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
