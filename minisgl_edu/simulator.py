@@ -16,12 +16,12 @@ __all__ = ['Costs', 'VirtualEvent', 'VirtualStep', 'VirtualStream', 'next_token'
            'check_trace', 'poisson', 'bursts', 'heavy_tailed', 'make_trace', 'chat_trace', 'Served', 'PoolUse', 'SLO',
            'SimResult', 'simulate']
 
-# %% ../nbs/18_simulator.ipynb #b92add6b
+# %% ../nbs/18_simulator.ipynb #b57bd755
 from .core import ForwardContext, SamplingParams, check_number
 from .device import PUBLISHED, Event, roofline_ms, step_costs, weight_bytes
 from .checkpoint import ModelConfig
 from .kvcache import create_page_table
-from .sampling import SamplingArgs
+from .sampling import Sampled, SamplingArgs
 from .engine import EngineConfig, plan_pool
 from .scheduler import Scheduler
 from .overlap import OverlapScheduler
@@ -40,10 +40,10 @@ class Costs:
     def __post_init__(self):
         for f in fields(self): check_number(f.name, getattr(self, f.name), 0, 1 if f.name == "efficiency" else math.inf, open_low=f.name == "efficiency")
 
-# %% ../nbs/18_simulator.ipynb #a8d8259d
+# %% ../nbs/18_simulator.ipynb #fd037609
 class VirtualEvent(Event):
     "Done when the host's clock has reached its time; the first to wait for a step also handles its results"
-    def __init__(self, stream, done_at, handle_s, error): self.stream, self.done_at, self._handle_s, self._error = stream, done_at, handle_s, error
+    def __init__(self, stream, done_at, handle_s, error): self.stream, self.done_at, self._handle_s, self.error = stream, done_at, handle_s, error
 
     def query(self)->bool: return self.stream.now >= self.done_at
 
@@ -117,7 +117,7 @@ def answer(
     for _ in range(num_tokens): ids.append(next_token(ids[-1], len(ids) - 1, vocab_size))
     return ids[len(prompt):]
 
-# %% ../nbs/18_simulator.ipynb #a4fd53fd
+# %% ../nbs/18_simulator.ipynb #67d17c10
 _MEANINGLESS = {"model", "dtype", "device", "attention_backend", "cuda_graph_max_bs", "dummy_weights", "seed"}
 
 class VirtualEngine:
@@ -154,13 +154,13 @@ class VirtualEngine:
     def forward_batch(self,
         ctx:ForwardContext, # A step
         args:SamplingArgs   # Not looked at: every answer is fixed
-    )->torch.Tensor: # [batch] int64
+    )->Sampled: # Tokens only
         "Charge the step's time, and make its tokens up"
         self.stream.charge(ctx, self.step_ms(list(zip(ctx.cached_lens, ctx.device_lens))) / 1e3)
         last = ctx.last_indices
-        return next_token(ctx.input_ids[last], ctx.positions[last], self.model_config.vocab_size)
+        return Sampled(next_token(ctx.input_ids[last], ctx.positions[last], self.model_config.vocab_size))
 
-    def to_host(self, tokens:torch.Tensor)->torch.Tensor: return tokens  # on the host already
+    def to_host(self, sampled:Sampled)->Sampled: return sampled  # on the host already
     def close(self): self.stream.close()
 
 # %% ../nbs/18_simulator.ipynb #aa90c20f
