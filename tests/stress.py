@@ -1,7 +1,7 @@
 """The machine of `test_invariants` for as long as you like: `make stress`, or `make stress ARGS="--steps 5000 --seed 3"`.
 
 A round is 25 random schedules from one seed. A round that fails says so with its seed, prints the schedule as short as hypothesis can
-make it, and ends the run with status 1; `--seed` with that seed runs the same round again."""
+make it, and ends the run with status 1; `--seed` with that seed runs the same round again, on the same sources."""
 import argparse, logging, tempfile, time
 from pathlib import Path
 

@@ -245,11 +245,10 @@ def run_machine(world, seed, examples, case=None):
 
 
 def test_random_schedules(world):
-    "Ten thousand steps, and every pair of choices"
-    cases = covering_cases(np.random.default_rng(0))
-    steps = sum(run_machine(world, seed, 3, case) for seed, case in enumerate(cases))
-    steps += run_machine(world, len(cases), 40)
-    assert steps > 10_000, steps
+    "Every pair of choices, and ten thousand scheduler steps"
+    cases, seeds = covering_cases(np.random.default_rng(0)), itertools.count()
+    steps = sum(run_machine(world, next(seeds), 3, case) for case in cases)
+    while steps < 10_000: steps += run_machine(world, next(seeds), 20)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -330,3 +329,20 @@ def test_many_requests_in_a_pool_of_two(world):
             book.add(prompt_of(int(rng.integers(16, 21)), i % 7), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
         book.finish()
         if admission == "optimistic": assert book.s.stats()["retracted"] > 0
+
+
+def test_stress_counts_steps_and_names_the_seed_that_fails(monkeypatch, capsys):
+    "The command line around the machine: enough rounds, one seed after another, and no quiet failure"
+    import stress
+    seeds = []
+    def round_of(world, seed, examples):
+        seeds.append(seed)
+        if seed == 9: raise AssertionError("a page is lost")
+        return 600
+    monkeypatch.setattr(stress, "run_machine", round_of)
+    assert stress.main(["--steps", "1000", "--seed", "3"]) == 0 and seeds == [3, 4]
+    assert "no failure in 1,200 scheduler steps, 50 schedules, seeds 3 to 4" in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="a page is lost"): stress.main(["--steps", "5000", "--seed", "7"])
+    assert "FAILED with seed 9, after 1,200 steps" in capsys.readouterr().out
+    for bad in (["--steps", "0"], ["--seed", "-1"]):
+        with pytest.raises(SystemExit): stress.main(bad)

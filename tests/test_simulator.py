@@ -231,7 +231,7 @@ def test_refusals():
 
 
 def test_memory_is_what_the_weights_leave():
-    "Two H200 hold more than two L4s, and never more pages than the rows can use"
+    "As many pages as the memory holds, and never more than the rows can use; a context over the model's is refused"
     tight = VirtualEngine("L4", SHAPE, kv_memory="1MiB")
     assert tight.num_pages == 2**20 // (16 * 2 * 4 * 2 * 64 * 2)
     assert VirtualEngine("L4", SHAPE, max_running_requests=2, max_seq_len=100).num_pages == 2 * 7
