@@ -168,7 +168,7 @@ def _brief_spinning():
     finally:
         if ours: del os.environ["GOMP_SPINCOUNT"]
 
-# %% ../nbs/24_launch.ipynb #2a298229
+# %% ../nbs/24_launch.ipynb #5f4a0e3a
 class Workers:
     "All worker processes of one server, and the channels between them"
     def __init__(self,
@@ -178,8 +178,9 @@ class Workers:
         n = config.num_tokenizers
         self.to_tokenizers = [Channel() for _ in range(n)]
         self.to_scheduler, self.to_detokenizer, self.to_frontend = Channel(), Channel(), Channel()
-        self.meet, ctx = tempfile.TemporaryDirectory(prefix="minisgl-"), multiprocessing.get_context("spawn")
-        self.seats = [Seat(r, config.tp, f"file://{self.meet.name}/ranks", ctx.RawArray("q", 3)) for r in range(config.tp)]
+        self.meet = tempfile.TemporaryDirectory(prefix="minisgl-") if config.tp > 1 else None
+        place, ctx = f"file://{self.meet.name}/ranks" if self.meet else "", multiprocessing.get_context("spawn")
+        self.seats = [Seat(r, config.tp, place, ctx.RawArray("q", 3)) for r in range(config.tp)]
         self.plan = [(f"scheduler-{s.rank}" if s.rank else "scheduler", scheduler_worker, self.to_scheduler, config.engine_config(), s) for s in self.seats]
         self.plan += [(f"tokenizer-{i}", tokenizer_worker, c, None, Seat()) for i, c in enumerate(self.to_tokenizers)]
         self.plan += [("detokenizer", detokenizer_worker, self.to_detokenizer, None, Seat())]
@@ -236,7 +237,7 @@ class Workers:
         for p in started:
             if p.is_alive(): p.kill()
         for p in started: p.join()
-        self.meet.cleanup()
+        if self.meet: self.meet.cleanup()
         for w in self.all: w.control.close()
         for c in (*self.to_tokenizers, self.to_scheduler, self.to_detokenizer, self.to_frontend): c.close()
 
