@@ -15,13 +15,14 @@ QUICK := MINISGL_QUICK=1 TRITON_INTERPRET=1 TOKENIZERS_PARALLELISM=false HF_HUB_
 WORKERS ?= 2
 
 .NOTPARALLEL:
-.PHONY: help setup serve fetch lab bench test test-sync test-notebooks test-outputs test-pytest export html clean
+.PHONY: help setup serve fetch lab bench test test-sync test-notebooks test-outputs test-pytest stress export html clean
 
 help:
 	@echo "make serve   fetch the default model, start the server, print its URL and a curl to try (ARGS=... for its flags)"
 	@echo "make lab     open the book in JupyterLab"
 	@echo "make bench   the engine against transformers on this machine"
 	@echo "make test    everything: notebooks in step, executed, outputs compared, and the test suite"
+	@echo "make stress  200,000 random scheduler steps against every invariant (ARGS=\"--steps 5000 --seed 3\")"
 	@echo "make html    the book as web pages, in _book/"
 	@echo "make export  notebooks -> modules, and clean the notebooks"
 	@echo "make clean   remove the environment and all that was built"
@@ -68,6 +69,9 @@ test-outputs: $(READY) fetch
 test-pytest: $(READY) fetch
 	@echo "== 4/4 the test suite"
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q --timeout=300 --durations=10 tests
+
+stress: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/stress.py $(ARGS)
 
 export: $(READY)
 	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 # %% auto #0
-__all__ = ['pick_device', 'Event', 'Stream', 'CudaEvent', 'CudaStream', 'Timing', 'time_once', 'measure_interleaved', 'measure',
-           'weight_bytes', 'kv_bytes_per_token', 'OpCost', 'linear_cost', 'attention_cost', 'step_costs', 'Ceilings',
-           'measure_ceilings', 'op_ms', 'roofline_ms', 'bound_by', 'memory_free']
+__all__ = ['PUBLISHED', 'pick_device', 'Event', 'Stream', 'CudaEvent', 'CudaStream', 'Timing', 'time_once', 'measure_interleaved',
+           'measure', 'weight_bytes', 'kv_bytes_per_token', 'OpCost', 'linear_cost', 'attention_cost', 'step_costs',
+           'Ceilings', 'measure_ceilings', 'op_ms', 'roofline_ms', 'bound_by', 'DataSheet', 'memory_free']
 
 # %% ../nbs/02_device.ipynb #fe15e5fe
 def pick_device(
@@ -364,6 +364,23 @@ def bound_by(
     times = [op_ms(c, ceilings) for c in costs]
     memory = sum(m for m, f in times if m >= f) / roofline_ms(costs, ceilings)
     return {"memory": memory, "compute": 1 - memory}
+
+# %% ../nbs/02_device.ipynb #1e216bf1
+class DataSheet(NamedTuple):
+    "What a maker publishes; stands in for `Ceilings` in a roofline"
+    device: str
+    read_gb_s: float      # Memory bandwidth (10^9 bytes/s)
+    matmul_tflop_s: float # Dense bfloat16 with float32 sums (10^12 FLOP/s)
+    memory_gb: float      # 10^9 bytes
+    dtype: torch.dtype = torch.bfloat16
+
+PUBLISHED = {  # from NVIDIA's data sheets of each product (the 4090: its Ada architecture white paper); rates without sparsity
+    "H200": DataSheet("H200 SXM", 4800, 989, 141),
+    "H100": DataSheet("H100 SXM", 3350, 989, 80),
+    "A100": DataSheet("A100 SXM 80GB", 2039, 312, 80),
+    "L4": DataSheet("L4", 300, 121, 24),
+    "RTX 4090": DataSheet("GeForce RTX 4090", 1008, 165, 24),
+}
 
 # %% ../nbs/02_device.ipynb #0952b98d
 def memory_free(

@@ -82,10 +82,11 @@ def simulated(
     ax,               # Axes to draw on
     x,                # Positions
     y,                # What the simulator says
-    label="simulated" # Text of its line
+    label="simulated", # Text of its line
+    color=SIMULATED   # Another one where simulated lines are compared
 )->None:
     "A simulation: dotted"
-    ax.plot(x, y, ":", color=SIMULATED, lw=2.2, label=label, zorder=2)
+    ax.plot(x, y, ":", color=color, lw=2.2, label=label, zorder=2)
 
 # %% ../nbs/00_draw.ipynb #3c845a92
 def label_lines(

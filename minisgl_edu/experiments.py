@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'small_kernel_runners', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -1197,6 +1197,44 @@ def overlap(device="cpu", quick=False, seed=0):
     eng = Engine(EngineConfig(device=device, dummy_weights=device == "cuda", max_seq_len=128))
     rows.append(row("real", eng, 16, 6 if quick else 24, rounds, dtype=str(eng.dtype)))
     eng.close()
+    return rows
+
+# %% ../nbs/18_simulator.ipynb #ffa9df17
+@experiment("18_simulator", title="The simulator against the device it simulates",
+            units={"measured_ms": "ms", "simulated_ms": "ms"})
+def simulator(device="cpu", quick=False, seed=0):
+    "Decode steps against the bare roofline, then a run of mixed requests with the efficiency that they show"
+    import statistics, time
+    from minisgl_edu.core import SamplingParams, random_workload
+    from minisgl_edu.device import measure_ceilings
+    from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.scheduler import Scheduler
+    from minisgl_edu.simulator import Arrival, Costs, VirtualEngine, simulate
+    limits = dict(num_pages=512, max_seq_len=256, max_running_requests=16, disable_overlap=True)
+    eng = Engine(EngineConfig(device=device, dummy_weights=device == "cuda", **limits))
+    ceilings, vocab = measure_ceilings(device, eng.dtype, quick), eng.model_config.vocab_size
+    def virtual(efficiency): return VirtualEngine(ceilings, eng.model_config, Costs(0, 0, 0, 0, 0, efficiency), **limits)
+    def play(work):
+        "Real seconds for all, and those of each decode step"
+        s, steps, begun = Scheduler(eng), [], time.perf_counter()
+        for uid, (ids, params) in enumerate(work): s.add(uid, ids, params)
+        while s.has_work:
+            start = time.perf_counter(); s.step(); steps.append((s.last_batch, time.perf_counter() - start))
+        return time.perf_counter() - begun, steps
+    def together(batch, n): return [(list(range(20 + i, 84 + i)), SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)) for i in range(batch)]
+    play(together(2, 3))  # warm up
+    rows, bare = [], virtual(1.0)
+    for batch in (1, 8) if quick else (1, 4, 8, 16):
+        steps = [(b, s) for b, s in play(together(batch, 4 if quick else 8))[1] if b.phase == "decode" and len(b) == batch]
+        rows.append(dict(what="decode step", batch=batch, measured_ms=statistics.median(s for _, s in steps) * 1e3, repeats=len(steps), dtype=str(eng.dtype),
+            simulated_ms=statistics.median(bare.step_ms([(x.cached_len, x.device_len) for x in b.spans]) for b, _ in steps)))
+    efficiency = min(1.0, statistics.median(r["simulated_ms"] / r["measured_ms"] for r in rows))
+    work = random_workload(4 if quick else 16, 8, 16 if quick else 40, vocab, seed)
+    times = [play(work)[0] for _ in range(1 if quick else 2)]
+    eng.close()
+    result = simulate(virtual(efficiency), [Arrival(0.0, ids, params.max_tokens) for ids, params in work])
+    rows.append(dict(what="run", requests=len(work), tokens=result.num_tokens, steps=len(result.steps), efficiency=efficiency, repeats=len(times),
+        measured_ms=statistics.median(times) * 1e3, simulated_ms=result.seconds * 1e3))
     return rows
 
 # %% ../nbs/19_text.ipynb #da41201b

@@ -1,13 +1,13 @@
 """DESIGN.md's invariants under random schedules, on a tiny float64 model: lengths, pages, locks, order, liveness, exactly one end.
 
-A machine adds requests, steps, aborts, stops, and breaks the forward pass at random, with any page size, pool, budget, policy, cache
-and attention backend.
+A machine adds requests, steps, aborts, stops, and breaks the forward pass at random, with any page size, pool, budget, policy, cache,
+admission, loop and attention backend; every pair of these choices is run. `stress.py` runs the same machine for as long as you like.
 After every step each page and row is in one place; at the end every request has ended once, nothing is held, and its tokens are
 those of the same request alone and of the naive loop without a KV cache."""
-import functools
+import functools, itertools
 
 import numpy as np, pytest, torch
-from hypothesis import settings, strategies as st
+from hypothesis import Phase, seed as with_seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from minisgl_edu.core import SamplingParams
@@ -161,15 +161,36 @@ PARAMS = st.builds(lambda n, ignore, kind: SamplingParams(max_tokens=n, ignore_e
 PROMPTS = st.builds(prompt_of, st.integers(1, 30), st.integers(0, 2))
 
 
+CHOICES = dict(page_size=[1, 2, 3, 4, 16], budget=[1, 2, 7, 32, 2048], policy=["prefill-first", "decode-first", "mixed", DecodeFirst(), Lazy()],
+    tokens=[48, 96, 192], rows=[1, 2, 3, 8], cache=["naive", "radix", PageChainCache], admission=["reserve", "optimistic"],
+    overlap=[False, True], backend=["torch", LoopAttention])
+
+
+def pairs(case):
+    "Every pair of choices in a case, by name and index"
+    return set(itertools.combinations(((name, CHOICES[name].index(value)) for name, value in case.items()), 2))
+
+
+def covering_cases(rng):
+    "Cases that together hold every pair of choices: each time the best of 50 random ones, around a pair that is still missing"
+    every = [(name, i) for name, values in CHOICES.items() for i in range(len(values))]
+    missing, cases = {(a, b) for a, b in itertools.combinations(every, 2) if a[0] != b[0]}, []
+    while missing:
+        wanted = dict(min(missing))
+        drawn = [{name: values[wanted.get(name, rng.integers(len(values)))] for name, values in CHOICES.items()} for _ in range(50)]
+        cases.append(max(drawn, key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(cases[-1])
+    return cases
+
+
 class Machine(RuleBasedStateMachine):
     "One scheduler from its first request to its last"
-    world = None
+    world = case = None  # a case of choices, or draw one
 
-    @initialize(page_size=st.sampled_from([1, 2, 3, 4, 16]), tokens=st.sampled_from([48, 96, 192]), rows=st.sampled_from([1, 2, 3, 8]),
-                budget=st.sampled_from([1, 2, 7, 32, 2048]), policy=st.sampled_from(["prefill-first", "decode-first", "mixed", DecodeFirst(), Lazy()]),
-                cache=st.sampled_from(["naive", "radix", "radix", PageChainCache]), admission=st.sampled_from(["reserve", "optimistic"]),
-                overlap=st.booleans(), backend=st.sampled_from(["torch", "torch", LoopAttention]))
-    def start(self, page_size, tokens, rows, **kw):
+    @initialize(drawn=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}))
+    def start(self, drawn):
+        kw = dict(self.case or drawn)
+        page_size, tokens, rows = (kw.pop(name) for name in ("page_size", "tokens", "rows"))
         self.book = Book(self.world, self.world.scheduler(page_size, tokens // page_size, rows, **kw))
 
     @rule(prompt=PROMPTS, params=PARAMS)
@@ -214,11 +235,21 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "book"): self.book.finish()
 
 
-def test_random_schedules(world):
-    Machine.world = world
+def run_machine(world, seed, examples, case=None):
+    "Random schedules, the same for the same seed; returns the number of scheduler steps"
     before = COUNTS["steps"]
-    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None))
-    assert COUNTS["steps"] - before > 1000, "too few steps to mean anything"
+    machine = with_seed(seed)(type("Machine", (Machine,), dict(world=world, case=case)))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None, database=None,
+        print_blob=False, phases=(Phase.generate, Phase.shrink)))
+    return COUNTS["steps"] - before
+
+
+def test_random_schedules(world):
+    "Ten thousand steps, and every pair of choices"
+    cases = covering_cases(np.random.default_rng(0))
+    steps = sum(run_machine(world, seed, 3, case) for seed, case in enumerate(cases))
+    steps += run_machine(world, len(cases), 40)
+    assert steps > 10_000, steps
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
