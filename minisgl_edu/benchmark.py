@@ -16,9 +16,8 @@ __all__ = ['WORDS', 'VERDICTS', 'LLAMA_3_8B', 'CLAIMS', 'STATEMENTS', 'Workload'
            'ideal_seconds', 'engine_peer', 'transformers_peer', 'continuous_peer', 'load_transformers', 'compare',
            'run_benchmark', 'table', 'Session', 'make_trace', 'save_trace', 'load_trace', 'stream_answer', 'replay',
            'percentile', 'summarize', 'run_async', 'host_ms', 'turn_ttft', 'run_online', 'online_table', 'main',
-           'Claim', 'first', 'records_of', 'try_text', 'judge', 'chapter_link', 'claims_table', 'gpu_ms', 'decode_ms',
-           'overlap_gain', 'graph_gains', 'device_shares', 'head_share', 'way_ratio', 'checkpoint_ratios', 'step_room',
-           'Statement', 'statements_table']
+           'Claim', 'find_row', 'records_of', 'try_text', 'judge', 'claims_table', 'gpu_ms', 'decode_ms', 'Statement',
+           'statements_table']
 
 # %% ../nbs/26_benchmark.ipynb #42cc79c6
 from .core import SamplingParams, random_workload
@@ -202,7 +201,7 @@ def table(
         lines.append(f"{r['workload']:28} {r['peer']:26} {r['tokens_per_s']:9.1f} {r['low']:7.1f}..{r['high']:<6.1f} {ratio:>8} {share:>12}")
     return "\n".join(lines)
 
-# %% ../nbs/26_benchmark.ipynb #57759c6d
+# %% ../nbs/26_benchmark.ipynb #fbaad974
 class Session(NamedTuple):
     "A client: it arrives, and says one thing after another, each when the last was answered"
     at: float                     # Seconds after the start
@@ -231,12 +230,17 @@ def make_trace(
         at += rng.expovariate(rate)
     return sessions
 
-def save_trace(trace:list[Session], path):
+def save_trace(
+    trace:list[Session], # Who comes when
+    path                 # File to write
+):
     "As a file of JSON"
     Path(path).write_text(json.dumps([s._asdict() for s in trace], indent=0), encoding="utf-8")
 
-def load_trace(path)->list[Session]:
-    "From a file that `save_trace` wrote"
+def load_trace(
+    path # A file that `save_trace` wrote
+)->list[Session]:
+    "Who comes when; what is not a trace is a `ValueError` that says why"
     try:
         trace = [Session(float(s["at"]), [(str(text), int(n)) for text, n in s["turns"]]) for s in json.loads(Path(path).read_text(encoding="utf-8"))]
         if not trace: raise ValueError("it has no sessions")
@@ -309,7 +313,7 @@ def summarize(
     out = dict(requests=len(results), tokens=sum(r["completion_tokens"] for r in results))
     return out | {f"{name}_p{p}": percentile(values, p) for name, values in (("ttft_ms", [r["ttft_ms"] for r in results]), ("itl_ms", gaps), ("tpot_ms", tpot)) for p in (50, 90, 99)}
 
-# %% ../nbs/26_benchmark.ipynb #2be778d4
+# %% ../nbs/26_benchmark.ipynb #261f78d6
 async def _streams(url, workload):
     "All requests of a workload at once, as streams; seconds"
     import httpx
@@ -318,7 +322,9 @@ async def _streams(url, workload):
         await asyncio.gather(*(stream_answer(client, "/v1/completions", dict(prompt=ids, max_tokens=p.max_tokens, temperature=0, ignore_eos=True)) for ids, p in workload.requests))
         return time.perf_counter() - start
 
-def run_async(make):
+def run_async(
+    make:Callable # Gives the coroutine
+):
     "Run `make()`'s coroutine to its end, also from a notebook, whose thread has a running loop"
     from concurrent.futures import ThreadPoolExecutor
     with ThreadPoolExecutor(1) as pool: return pool.submit(lambda: asyncio.run(make())).result()
@@ -340,7 +346,7 @@ def host_ms(
     sched.close()
     return statistics.median(times)
 
-# %% ../nbs/26_benchmark.ipynb #348fad9b
+# %% ../nbs/26_benchmark.ipynb #210f68e4
 def turn_ttft(
     llm,             # With a prefix cache
     peers:dict,      # Name -> `serve(workload)`; each computes the whole history
@@ -360,6 +366,7 @@ def turn_ttft(
         history = history + llm.generate([history], SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True))[0].token_ids
     return rows
 
+# %% ../nbs/26_benchmark.ipynb #a9ab3066
 def run_online(
     model=None,                     # Directory or hub id; None is the default model
     device="cpu",
@@ -445,7 +452,7 @@ def main(
     print(f"\n{where['device']} · {where['threads']} threads · torch {where['torch']} · transformers {where['transformers']} · {where['date']}")
     return 0
 
-# %% ../nbs/26_benchmark.ipynb #c29ebdf8
+# %% ../nbs/26_benchmark.ipynb #9fcec1ff
 VERDICTS = ("true", "false", "depends", "outdated", "not testable here", "not measured")
 
 class Claim(NamedTuple):
@@ -459,7 +466,7 @@ class Claim(NamedTuple):
     chapter: str          # Notebook that shows it
     gpu_only: bool=False  # A CPU's numbers are shown, but do not judge
 
-def first(
+def find_row(
     rows:list[dict], # Of a record
     **match          # Columns and their values
 )->dict:
@@ -480,15 +487,19 @@ def records_of(
         return found[-1]["rows"]
     return rows
 
-# %% ../nbs/26_benchmark.ipynb #3833fde9
-def try_text(fn, rows, show="{}")->str:
-    "What `fn(rows)` gives, printed; or that there is no record"
+# %% ../nbs/26_benchmark.ipynb #2d30d334
+def try_text(
+    fn:Callable,   # A claim's `predict` or `measure`
+    rows:Callable, # As from `records_of`
+    show:str="{}"  # How to print numbers
+)->str: # "not measured" where there is no record
+    "What `fn(rows)` gives, printed"
     try: found = fn(rows)
     except LookupError: return "not measured"
     return show.format(*found) if isinstance(found, tuple) else found
 
 def judge(
-    claim:Claim,
+    claim:Claim,  # What was said, and its rule
     cpu:Callable, # As from `records_of`
     gpu:Callable  # The same of a GPU; it has the last word
 )->str: # One of `VERDICTS`
@@ -500,21 +511,21 @@ def judge(
         return "not testable here" if claim.gpu_only and rows is not gpu else claim.verdict(*numbers)
     return "not testable here" if claim.gpu_only else "not measured"
 
-def chapter_link(chapter:str)->str: return f"[{chapter[:2]}]({chapter}.ipynb)"
+def _chapter_link(chapter): return f"[{chapter[:2]}]({chapter}.ipynb)"
 
 def claims_table(
-    claims:list[Claim],
+    claims:list[Claim], # In the order of the table
     cpu:Callable, # As from `records_of`
     gpu:Callable  # The same of a GPU
 )->str: # Markdown
     "A row a claim: said, predicted, measured, and the verdict with its reason"
     lines = ["| The article says | The cost model says | Measured on a CPU | On a GPU | Verdict | See |", "|:--|:--|:--|:--|:--|:--|"]
     for c in claims:
-        cells = [c.said, try_text(c.predict, cpu), *(try_text(c.measure, rows, c.show) for rows in (cpu, gpu)), f"**{judge(c, cpu, gpu)}**: {c.reason}", chapter_link(c.chapter)]
+        cells = [c.said, try_text(c.predict, cpu), *(try_text(c.measure, rows, c.show) for rows in (cpu, gpu)), f"**{judge(c, cpu, gpu)}**: {c.reason}", _chapter_link(c.chapter)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
-# %% ../nbs/26_benchmark.ipynb #b66166f6
+# %% ../nbs/26_benchmark.ipynb #8fa08a4e
 LLAMA_3_8B = ModelConfig.from_dict(dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
     num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0))
 
@@ -524,122 +535,127 @@ def gpu_ms(
     "Roofline of a step of Llama-3-8B in bfloat16 on an H200, by its data sheet"
     return roofline_ms(step_costs(LLAMA_3_8B, spans, torch.bfloat16), PUBLISHED["H200"])
 
-def decode_ms(batch:int, context:int=128)->float: return gpu_ms([(context - 1, context)] * batch)
+def decode_ms(
+    batch:int,      # Requests
+    context:int=128 # Tokens of each
+)->float: # ms
+    "The same for a decode step"
+    return gpu_ms([(context - 1, context)] * batch)
 
 CLAIMS = [
     Claim("First token after 27 ms, 20 of them prefill of 7 tokens", lambda rows: f"{gpu_ms([(0, 7)]):.1f} ms for the 7 tokens; {decode_ms(1):.1f} ms for a decode step",
-        lambda rows: (first(rows("online"), kind="load")["ttft_ms_p50"],), "{:.0f} ms (135M model, its own trace)", "depends",
+        lambda rows: (find_row(rows("online"), kind="load")["ttft_ms_p50"],), "{:.0f} ms (135M model, its own trace)", "depends",
         "it belongs to one GPU, model and prompt; and a prefill of 7 tokens reads the weights once, as a decode step does, so 20 ms beside 6 ms do not fit together", "24_launch"),
     Claim("8 ms for each later token: 1 to schedule, 6 to decode, 1 to detokenize", lambda rows: f"{decode_ms(1):.1f} ms: the weights once",
-        lambda rows: (first(rows("online"), kind="load")["itl_ms_p50"], first(rows("online"), kind="host")["ms"]), "{:.0f} ms a gap; {:.2f} ms of host time a step", "depends",
+        lambda rows: (find_row(rows("online"), kind="load")["itl_ms_p50"], find_row(rows("online"), kind="host")["ms"]), "{:.0f} ms a gap; {:.2f} ms of host time a step", "depends",
         "weights over bandwidth set it; the 2 ms of the host are what overlapping hides", "13_engine"),
     Claim("8 requests at once: 8x the tokens (122 to 977 per second)", lambda rows: f"{8 * decode_ms(1) / decode_ms(8):.2f}x",
-        lambda rows: (first(rows("engine"), batch=8)["tokens_per_s"] / first(rows("engine"), batch=1)["tokens_per_s"],), "{:.1f}x", lambda x: "true" if x > 7 else "depends",
+        lambda rows: (find_row(rows("engine"), batch=8)["tokens_per_s"] / find_row(rows("engine"), batch=1)["tokens_per_s"],), "{:.1f}x", lambda x: "true" if x > 7 else "depends",
         "they share one reading of the weights; what they do not share, KV and arithmetic, comes off, and a CPU has little arithmetic to spare", "13_engine"),
-    Claim("Continuous batching: 2 to 3 times the throughput", lambda rows: f"{first(rows('scheduler'), mode='padded')['roofline_s'] / first(rows('scheduler'), mode='continuous')['roofline_s']:.1f}x for the lengths measured",
-        lambda rows: (first(rows("scheduler"), mode="padded")["seconds"] / first(rows("scheduler"), mode="continuous")["seconds"],), "{:.1f}x padded static batches", lambda x: "true" if 2 <= x <= 3 else "depends",
+    Claim("Continuous batching: 2 to 3 times the throughput", lambda rows: f"{find_row(rows('scheduler'), mode='padded')['roofline_s'] / find_row(rows('scheduler'), mode='continuous')['roofline_s']:.1f}x for the lengths measured",
+        lambda rows: (find_row(rows("scheduler"), mode="padded")["seconds"] / find_row(rows("scheduler"), mode="continuous")["seconds"],), "{:.1f}x padded static batches", lambda x: "true" if 2 <= x <= 3 else "depends",
         "it wins the idle places of static batches: none where all outputs are equally long, many where they are not", "16_scheduler"),
 ]
 
-# %% ../nbs/26_benchmark.ipynb #2b78ba2f
-def overlap_gain(host_ms:float, device_ms:float)->float: return min(host_ms, device_ms) / max(host_ms, device_ms)
+# %% ../nbs/26_benchmark.ipynb #75c0c114
+def _overlap_gain(host_ms, device_ms): return min(host_ms, device_ms) / max(host_ms, device_ms)
 
-def graph_gains(rows):
+def _graph_gains(rows):
     "How much shorter graphs make a step: least and most over the models and batches of the record"
     gains = [1 - r["replay_ms"] / r["eager_ms"] for r in rows("graphs") if r.get("replay_ms") and r.get("eager_ms")]
     if not gains: raise LookupError("no eager and replayed step")
     return min(gains), max(gains)
 
-def device_shares(rows):
+def _device_shares(rows):
     "The device's share of a step without and with overlap, where the first is nearest to the article's 65%"
     r = min((r for r in rows("overlap") if r["machine"] == "sleeps"), key=lambda r: abs(r["device_ms"] / r["plain_ms"] - 0.65), default=None)
     if r is None: raise LookupError("no sleeping device")
     return r["device_ms"] / r["plain_ms"], r["device_ms"] / r["overlapped_ms"]
 
 CLAIMS += [
-    Claim("Overlap scheduling: 15 to 25% more throughput (1,200 to 1,450 tokens/s)", lambda rows: f"{overlap_gain(10 + 10, 100):.0%} for 10 + 100 + 10 ms, {overlap_gain(5 + 5, 20):.0%} for 5 + 20 + 5 ms",
-        lambda rows: (first(rows("overlap"), machine="real")["plain_ms"] / first(rows("overlap"), machine="real")["overlapped_ms"] - 1,), "{:+.0%}", lambda x: "true" if 0.15 <= x <= 0.25 else "depends",
+    Claim("Overlap scheduling: 15 to 25% more throughput (1,200 to 1,450 tokens/s)", lambda rows: f"{_overlap_gain(10 + 10, 100):.0%} for 10 + 100 + 10 ms, {_overlap_gain(5 + 5, 20):.0%} for 5 + 20 + 5 ms",
+        lambda rows: (find_row(rows("overlap"), machine="real")["plain_ms"] / find_row(rows("overlap"), machine="real")["overlapped_ms"] - 1,), "{:+.0%}", lambda x: "true" if 0.15 <= x <= 0.25 else "depends",
         "the gain is the host's time over the device's, so it grows when either the host is slow or the device fast; and where both are one CPU there is little to hide", "17_overlap"),
     Claim("GPU in use 65% before and 78% after, CPU 40% and 65%", lambda rows: f"tokens grow as the GPU's share: {0.78 / 0.65 - 1:+.0%}; the same host work in less time: CPU {0.40 * 1450 / 1200:.0%}",
-        device_shares, "{:.0%} before, {:.0%} after (a device that sleeps)", "depends",
+        _device_shares, "{:.0%} before, {:.0%} after (a device that sleeps)", "depends",
         "whatever is missing to 100% is host time that was not hidden; CPU use above the same work in less time is waiting that was counted as work", "17_overlap"),
     Claim("The copy of the tokens to the host takes 0.5 ms, and is hidden", lambda rows: f"{32 * 8} bytes for 32 requests: only latency",
-        lambda rows: (first(rows("details"), what="copy")["us"],), "{:.0f} us", lambda us: "true" if us >= 250 else "false",
+        lambda rows: (find_row(rows("details"), what="copy")["us"],), "{:.0f} us", lambda us: "true" if us >= 250 else "false",
         "the copy is a few hundred bytes; what a synchronous copy waits for, and the event hides, is the step in front of it", "13_engine", gpu_only=True),
-    Claim("CUDA graphs: 20 to 30% more decode throughput", lambda rows: f"0.5 ms of launches run ahead of {decode_ms(1):.1f} ms of reading weights: {max(0.5, decode_ms(1)) / decode_ms(1) - 1:+.0%}", lambda rows: tuple(1 / (1 - g) - 1 for g in graph_gains(rows)), "{:+.0%} to {:+.0%}",
+    Claim("CUDA graphs: 20 to 30% more decode throughput", lambda rows: f"0.5 ms of launches run ahead of {decode_ms(1):.1f} ms of reading weights: {max(0.5, decode_ms(1)) / decode_ms(1) - 1:+.0%}", lambda rows: tuple(1 / (1 - g) - 1 for g in _graph_gains(rows)), "{:+.0%} to {:+.0%}",
         lambda low, high: "true" if low >= 0.15 and high <= 0.35 else "depends",
         "launching is the same for every batch and nearly for every width, so it is much of a short step and little of a long one", "12_graphs", gpu_only=True),
     Claim("Graphs cut launching from 0.5 to 0.1 ms and so the step from 1.0 to 0.6 ms", lambda rows: f"launching runs ahead of computing: {max(0.5, 0.5):.1f} ms eager, {max(0.1, 0.5):.1f} ms replayed",
-        graph_gains, "{:.0%} to {:.0%} shorter", lambda low, high: "true" if 0.3 <= low <= high <= 0.5 else "depends",
+        _graph_gains, "{:.0%} to {:.0%} shorter", lambda low, high: "true" if 0.3 <= low <= high <= 0.5 else "depends",
         "the two do not add up: a step takes the longer of launching and computing, so graphs help only where launching is the longer", "12_graphs", gpu_only=True),
     Claim("The first token waits 100 ms with prefill first, 3.2 s with decode first (32 x 100 ms)", lambda rows: f"a step of 32 decodes them all: {decode_ms(32):.1f} ms against {decode_ms(1):.1f} ms for one",
-        lambda rows: tuple(first(rows("details"), what="newcomer", way=w)["steps"] for w in ("prefill-first", "decode-first", "decode-first, unbounded")), "{} step, {} with a bound of 8, {} without a bound",
+        lambda rows: tuple(find_row(rows("details"), what="newcomer", way=w)["steps"] for w in ("prefill-first", "decode-first", "decode-first, unbounded")), "{} step, {} with a bound of 8, {} without a bound",
         "false", "32 requests decode in one step, not in 32; decode first costs as many steps as its bound says, and without a bound it lasts until the others have ended", "16_scheduler"),
 ]
 
-# %% ../nbs/26_benchmark.ipynb #d1a2521d
-def head_share()->float:
+# %% ../nbs/26_benchmark.ipynb #29eb38e8
+def _head_share():
     "The last product's share of a 256-token chunk"
     costs = step_costs(LLAMA_3_8B, [(0, 256)], torch.bfloat16)
     return roofline_ms([c for c in costs if c.name == "lm_head"], PUBLISHED["H200"]) / roofline_ms(costs, PUBLISHED["H200"])
 
-def way_ratio(what, slow, fast):
+def _way_ratio(what, slow, fast):
     "How many times slower one way is, and what it costs: from the record `details`"
     def measure(rows):
-        a, b = (first(rows("details"), what=what, way=way)["us"] for way in (slow, fast))
+        a, b = (find_row(rows("details"), what=what, way=way)["us"] for way in (slow, fast))
         return a / b, a - b
     return measure
 
 CLAIMS += [
     Claim("One index for a batch of 32 instead of 32 reads: 10 ms to 1 ms", lambda rows: "33 operations started, or 3",
-        way_ratio("index", "each", "one"), "{:.1f}x, {:.0f} us saved", lambda x, us: "true" if x >= 8 else "depends",
+        _way_ratio("index", "each", "one"), "{:.1f}x, {:.0f} us saved", lambda x, us: "true" if x >= 8 else "depends",
         "what counts is how many operations are started, not how often memory is read: the tokens are 128 bytes", "16_scheduler"),
     Claim("A set for finished requests, not a list: 20x (48 look-ups, 1,024 comparisons)", lambda rows: f"{1024 / 48:.0f}x in comparisons",
-        way_ratio("finished", "list", "set"), "{:.0f}x, {:.1f} us saved", lambda x, us: "true" if x >= 15 else "depends",
+        _way_ratio("finished", "list", "set"), "{:.0f}x, {:.1f} us saved", lambda x, us: "true" if x >= 15 else "depends",
         "hashing wins as the sets grow; at 32 and 16 requests it saves microseconds of a step of milliseconds", "16_scheduler"),
     Claim("Rows of the page table on 128-byte lines: 5 to 10% faster", lambda rows: f"a row of 2,048 slots touches 65 lines instead of 64: {1 / 64:.1%} of a read that is 4 bytes beside {kv_bytes_per_token(LLAMA_3_8B, torch.bfloat16):,} of KV",
-        way_ratio("rows", "off", "aligned"), "{:.2f}x", lambda x, us: "true" if 1.05 <= x <= 1.15 else "false",
+        _way_ratio("rows", "off", "aligned"), "{:.2f}x", lambda x, us: "true" if 1.05 <= x <= 1.15 else "false",
         "a long row touches one line more, and the table is a sliver of what attention reads", "07_kvcache"),
     Claim("int32 instead of int64 halves the page table (128 x 2,048: 1 MB, not 2)", lambda rows: "half, exactly",
-        lambda rows: tuple(first(rows("details"), what="page table", way=way)["bytes"] / 2**20 for way in ("int32", "int64")), "{:.0f} MiB, not {:.0f}", "true",
-        "and PyTorch's own indexing wants int64, so its backend widens the rows that a step reads; the Triton kernels take them as they are", "07_kvcache"),
-    Claim("Sampling the discarded token of a chunk costs under 1%", lambda rows: f"the product with the vocabulary is {head_share():.0%} of a chunk of 256 tokens",
-        lambda rows: (first(rows("sampling"), batch=1, name="greedy")["median_ms"] / first(rows("sampling"), batch=1, name="model")["median_ms"],), "{:.1%} of a decode step of one", lambda x: "true" if x < 0.01 else "false",
+        lambda rows: tuple(find_row(rows("details"), what="page table", way=way)["bytes"] / 2**20 for way in ("int32", "int64")), "{:.0f} MiB, not {:.0f}", "true",
+        "and both backends widen what a step reads before they multiply it; see the second table", "07_kvcache"),
+    Claim("Sampling the discarded token of a chunk costs under 1%", lambda rows: f"the product with the vocabulary is {_head_share():.0%} of a chunk of 256 tokens",
+        lambda rows: (find_row(rows("sampling"), batch=1, name="greedy")["median_ms"] / find_row(rows("sampling"), batch=1, name="model")["median_ms"],), "{:.1%} of a decode step of one", lambda x: "true" if x < 0.01 else "false",
         "drawing one token is little work beside a step; the product with the vocabulary before it is more", "15_prefill"),
 ]
 
-# %% ../nbs/26_benchmark.ipynb #6a442623
-def checkpoint_ratios(rows):
+# %% ../nbs/26_benchmark.ipynb #963a27b9
+def _checkpoint_ratios(rows):
     "The naive way over streaming onto a meta-device module: peak memory, time"
-    naive, streamed = (first(rows("checkpoint"), way=way) for way in ("naive", "streamed"))
+    naive, streamed = (find_row(rows("checkpoint"), way=way) for way in ("naive", "streamed"))
     return naive["peak_mib"] / streamed["peak_mib"], naive["load_ms"] / streamed["load_ms"]
 
 def _unrecorded(rows): raise LookupError("no experiment measures this")
 
-def step_room()->float:
+def _step_room():
     "Bytes that the largest step of Llama-3-8B needs beside weights and KV: 8,192 prompt tokens, and logits of 256 requests in float32, three times for sorting"
     c = LLAMA_3_8B
     return 8192 * (2 * c.intermediate_size + 2 * c.hidden_size) * 2 + 3 * 256 * c.vocab_size * 4
 
 CLAIMS += [
-    Claim("Meta device: 28 GB to 14 GB at the peak, 30 s to 10 s", lambda rows: "2x the memory; time by bytes filled and copied", checkpoint_ratios, "{:.1f}x the memory, {:.1f}x the time",
+    Claim("Meta device: 28 GB to 14 GB at the peak, 30 s to 10 s", lambda rows: "2x the memory; time by bytes filled and copied", _checkpoint_ratios, "{:.1f}x the memory, {:.1f}x the time",
         lambda memory, time: "true" if memory > 1.8 and time > 2 else "depends", "the naive way fills random weights, then reads the true ones beside them; how much time that takes is up to disk and memory", "04_checkpoint"),
-    Claim("A memory ratio of 0.9 leaves room for graphs, buffers, logits and fragments", lambda rows: f"the largest step needs about {step_room() / 1e9:.1f} GB; 10% is {0.1 * PUBLISHED['H200'].memory_gb:.0f} GB of an H200 and {0.1 * PUBLISHED['L4'].memory_gb:.1f} GB of an L4",
+    Claim("A memory ratio of 0.9 leaves room for graphs, buffers, logits and fragments", lambda rows: f"beside weights and KV the largest step needs about {_step_room() / 1e9:.1f} GB; 10% is {0.1 * PUBLISHED['H200'].memory_gb:.0f} GB of an H200 and {0.1 * PUBLISHED['L4'].memory_gb:.1f} GB of an L4",
         _unrecorded, "", "depends", "what must stay free is set by the largest step and does not grow with the GPU; to run that step once and look is better than a share", "13_engine"),
     Claim("Polling every 10 ms costs 5 ms on average, an event under 0.1 ms", lambda rows: f"half of the interval: {10 / 2:.0f} ms",
-        lambda rows: tuple(first(rows("server"), way=way)["wake_ms"] for way in ("poll 10 ms", "event")), "{:.1f} ms and {:.2f} ms", lambda poll, event: "true" if 3 <= poll <= 8 and event < poll / 10 else "depends",
+        lambda rows: tuple(find_row(rows("server"), way=way)["wake_ms"] for way in ("poll 10 ms", "event")), "{:.1f} ms and {:.2f} ms", lambda poll, event: "true" if 3 <= poll <= 8 and event < poll / 10 else "depends",
         "a poller sleeps through half of its interval on average, and an event ends the sleep", "23_server"),
     Claim("A ZMQ message takes about 10 us (gRPC 100 us)", lambda rows: "two wake-ups and a copy: not a matter of bytes",
-        lambda rows: (first(rows("details"), what="hop", way="ZMQ")["us"], first(rows("messages"), n=1)["round_trip_us"] / 2), "{:.0f} us a hop; our queues {:.0f} us", lambda zmq, queue: "true" if zmq < 20 else "depends",
+        lambda rows: (find_row(rows("details"), what="hop", way="ZMQ")["us"], find_row(rows("messages"), n=1)["round_trip_us"] / 2), "{:.0f} us a hop; our queues {:.0f} us", lambda zmq, queue: "true" if zmq < 20 else "depends",
         "a hop is mostly the wake-up of the other process, whatever carries the bytes", "21_messages"),
     Claim("10 million messages per second", lambda rows: "what packing an object in Python allows", lambda rows: (max(r["per_s"] for r in rows("messages")),), "{:,.0f} per second, packed and unpacked",
         lambda rate: "true" if rate >= 1e7 else "false", "in Python a message is an object that must be packed and unpacked; that, not the socket, sets the rate", "21_messages"),
     Claim("Start-up in 300 ms, 100 to 150 of them loading the model", lambda rows: f"{weight_bytes(LLAMA_3_8B, torch.bfloat16) / 1e9:.0f} GB in 0.15 s are {weight_bytes(LLAMA_3_8B, torch.bfloat16) / 0.15e9:.0f} GB/s; PCIe 5.0 x16 has 63",
-        lambda rows: (first(rows("launch"), worker="http", phase="serving")["seconds"], max(r["seconds"] for r in rows("launch") if r.get("phase") == "imported")), "{:.1f} s; imports alone until {:.1f} s", lambda total, imported: "true" if total <= 0.3 else "false",
+        lambda rows: (find_row(rows("launch"), worker="http", phase="serving")["seconds"], max(r["seconds"] for r in rows("launch") if r.get("phase") == "imported")), "{:.1f} s; imports alone until {:.1f} s", lambda total, imported: "true" if total <= 0.3 else "false",
         "every process imports PyTorch first, and weights do not come faster than their bus", "24_launch"),
 ]
 
-# %% ../nbs/26_benchmark.ipynb #8f46252d
+# %% ../nbs/26_benchmark.ipynb #dde4b79b
 class Statement(NamedTuple):
     "A statement of the article that needs no stopwatch"
     said: str
@@ -663,10 +679,12 @@ STATEMENTS = [
     Statement("A pause of 0.1 s before the queues are deleted makes aborting safe", "false", "as the article itself says, it makes a fault rarer; a session object that is marked as closed has no such fault", "23_server"),
     Statement("The middle chunks of a prompt must produce logits and a token", "false", "a step of nothing but chunks could skip both; ours makes and discards them because one path for all steps is simpler", "16_scheduler"),
     Statement("Prefill first can starve those who decode", "true", "without a bound it can, so ours stops after 8 prefill steps in a row", "16_scheduler"),
-    Statement("vLLM has two processes; TGI has one, with a queue in memory, and no overlap", "outdated", "vLLM's documentation counts an API server, engine cores and a worker for each GPU; TGI's describes a router in Rust, a launcher and model servers behind gRPC", "22_workers"),
+    Statement("vLLM has two processes; TGI has one, with a queue in memory", "outdated", "vLLM's documentation counts an API server, engine cores and a worker for each GPU; TGI's describes a router in Rust, a launcher and model servers behind gRPC", "22_workers"),
 ]
 
-def statements_table(statements:list[Statement])->str: # Markdown
+def statements_table(
+    statements:list[Statement] # In the order of the table
+)->str: # Markdown
     "A row a statement, with its verdict and reason"
     lines = ["| The article says | Verdict | See |", "|:--|:--|:--|"]
-    return "\n".join(lines + [f"| {s.said} | **{s.verdict}**: {s.reason} | {chapter_link(s.chapter)} |" for s in statements])
+    return "\n".join(lines + [f"| {s.said} | **{s.verdict}**: {s.reason} | {_chapter_link(s.chapter)} |" for s in statements])
