@@ -1477,20 +1477,20 @@ def online(device="cpu", quick=False, seed=0):
     if device != "cpu": return [{"skipped": "needs a web framework and the default model on this device's machine", "ttft_ms": None, "ms": None, "tokens_per_s": None}]
     return run_online(None, device, quick, seed)
 
-# %% ../nbs/26_benchmark.ipynb #d6acc3da
+# %% ../nbs/26_benchmark.ipynb #8043a995
 def skinny_rates(device, dtype, quick, ops):
     "GB/s of weights by number of rows, of KV gathered page by page, of KV attended from the cache: one round, at shapes of no model"
     import torch
     from minisgl_edu.device import linear_cost, time_once
-    n, matrices, half = 768, 8 if quick else 48, 1 << 20
-    rates, weights = {}, [torch.randn(n, n, device=device, dtype=dtype) for _ in range(matrices)]
+    n, matrices, numbers = 768, 8 if quick else 228, (8 if quick else 128) << 20  # as many bytes as the default model: a cache for one is a cache for the other
+    rates, weights = {}, torch.full((matrices, n, n), 0.01, device=device, dtype=dtype).unbind()
     for rows in (1, 4, 16, 64):
         x = torch.randn(rows, n, device=device, dtype=dtype)
         def products():
             for w in weights: ops.linear(x, w)
         products()  # packs the weights
         rates[rows] = linear_cost("", rows, n, n, dtype.itemsize, matrices).bytes / time_once(products, device) / 1e6
-    kv = torch.ones(8 * half if quick else 32 * half, device=device, dtype=dtype).view(-1, 2, 4, 64)  # tokens of 512 numbers, beyond the caches
+    kv = torch.ones(numbers, device=device, dtype=dtype).view(-1, 2, 4, 64)  # tokens of 512 numbers
     slots = (torch.randperm(len(kv) // 16, device=device)[:, None] * 16 + torch.arange(16, device=device)).flatten()
     scratch, q = kv.new_empty(1024, 2, 4, 64), torch.randn(4, 4, 4, 64, device=device, dtype=dtype)
     def gather():
@@ -1511,7 +1511,7 @@ def refined_ms(costs, rows, ceilings, rates, num_ops):
     products = sum(c.bytes for c in costs if c.name not in ("embedding", "pointwise", "attention")) / product_gb_s / 1e6
     return float(products), attention, rest
 
-# %% ../nbs/26_benchmark.ipynb #e50bf3de
+# %% ../nbs/26_benchmark.ipynb #0e91afac
 def decode_at(eng, batch, context):
     "A decode step of `batch` requests that hold `context` tokens each, their pages dealt out in turns, ready to be called"
     from minisgl_edu.core import Batch, Req, SamplingParams
@@ -1536,8 +1536,8 @@ def step_times(device="cpu", quick=False, seed=0):
     if device != "cpu": return [dict(skipped="the error table is about the CPU; chapters 12 and 13 measure this device", step_ms=None, roofline_ms=None, refined_ms=None)]
     dtype, config = torch.float32, ModelConfig.from_dir(default_model())
     room = memory_free(device) // 4 // kv_bytes_per_token(config, dtype)  # tokens of KV in a quarter of the free memory
-    grid = [(b, n) for b in ((1, 8) if quick else (1, 2, 8, 32)) for n in ((128,) if quick else (128, 512, 2048)) if b * n <= room]
-    eng = Engine(EngineConfig(device=device, dtype="float32", num_pages=max(b * n for b, n in grid) // 16, max_running_requests=32, max_seq_len=grid[-1][1]))
+    grid = [(b, n) for b in ((1, 8) if quick else (1, 2, 8, 32)) for n in ((128,) if quick else (128, 512, 2048)) if b * n <= max(room, 128)]
+    eng = Engine(EngineConfig(device=device, dtype="float32", num_pages=max(b * n for b, n in grid) // 16, max_running_requests=32, max_seq_len=max(n for _, n in grid)))
     eng.stream.submit(eng.pool.kv.fill_, 0.5).synchronize()  # memory that nobody wrote is not there yet
     steps, ceilings, rounds, ops = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), [], type(eng.model.head.ops)()
     counter = OpCounter()

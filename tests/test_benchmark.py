@@ -249,3 +249,55 @@ def test_records_come_from_files(tmp_path):
 def test_a_skipped_record_is_no_measurement():
     "A row that says why nothing was measured has none of the columns"
     for c in CLAIMS: assert B.try_text(c.measure, lambda name: [dict(skipped="no web framework", us=None)], c.show) == "not measured"
+
+
+# --- the measuring cells ----------------------------------------------------------------------------------------------
+
+def test_the_refined_prediction_adds_up():
+    "Products at the rate of their rows, attention gathered and attended, the rest at copy rate plus launches"
+    from minisgl_edu.device import Ceilings, OpCost
+    from minisgl_edu.experiments import refined_ms
+    rates = {1: 10.0, 4: 5.0, 16: 4.0, 64: 2.0, "gather": 20.0, "attend": 30.0}
+    costs = [OpCost("qkv", 10**9, 0), OpCost("lm_head", 10**9, 0), OpCost("attention", 6 * 10**8, 0), OpCost("pointwise", 10**8, 0)]
+    ceilings = Ceilings(40.0, 50.0, 1.0, 2.0, "pretended", None)
+    for rows, products in ((1, 200), (4, 400), (16, 500), (64, 1000), (32, 750)): assert refined_ms(costs, rows, ceilings, rates, 1000) == pytest.approx((products, 50, 2 + 2))
+
+
+def test_a_forced_step_reads_what_it_says(tiny_model_dir):
+    "Contexts and scattered pages of the step that is timed"
+    from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.experiments import decode_at
+    eng = Engine(EngineConfig(model=str(tiny_model_dir), device="cpu", page_size=4, num_pages=24, max_running_requests=3, max_seq_len=32))
+    seen, forward = [], eng.forward_batch
+    eng.forward_batch = lambda ctx, args: seen.append(ctx) or forward(ctx, args)
+    step, _ = decode_at(eng, 3, 32)
+    step()
+    eng.close()
+    assert seen[0].cached_lens == [31] * 3 and seen[0].device_lens == [32] * 3
+    slots = eng.page_table[:3, :32]
+    assert sorted(slots.flatten().tolist()) == list(range(96)) and slots[1, :8].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
+
+
+def test_a_newcomer_waits_as_its_policy_says():
+    from minisgl_edu.experiments import steps_waited
+    assert steps_waited({"prefill-first": "prefill-first", "mixed": "mixed", "decode-first": "decode-first"}, 4) == {"prefill-first": 1, "mixed": 1, "decode-first": 9}
+
+
+def test_a_hop_over_zmq():
+    from minisgl_edu.experiments import zmq_hop_us
+    pytest.importorskip("zmq")
+    assert zmq_hop_us(5) > 0
+
+
+def test_without_zmq_nothing_is_measured(monkeypatch):
+    import sys
+    from minisgl_edu.experiments import zmq_hop_us
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    assert zmq_hop_us(5) is None
+
+
+@pytest.mark.parametrize("name", ["benchmark", "online", "step_times"])
+def test_what_a_gpu_machine_lacks_is_said(name):
+    "A record that says why, with the columns that it has units for"
+    rows = REGISTRY[name].fn(device="cuda", quick=True, seed=0)
+    assert len(rows) == 1 and rows[0]["skipped"] and set(REGISTRY[name].units) <= set(rows[0])
