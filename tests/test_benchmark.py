@@ -180,7 +180,7 @@ RECORDS = {  # made up, with the columns that the experiments give
     "details": [dict(what=w, way=y, us=us) for w, y, us in (("index", "each", 90.0), ("index", "one", 10.0), ("finished", "list", 20.0), ("finished", "set", 1.0), ("rows", "aligned", 10.0),
                 ("rows", "off", 10.1), ("copy", "tokens to the host", 9.0), ("hop", "ZMQ", 12.0))] + [dict(what="page table", way=w, bytes=b) for w, b in (("int32", 2**20), ("int64", 2**21))]
                + [dict(what="newcomer", way=w, steps=s) for w, s in (("prefill-first", 1), ("decode-first", 9), ("decode-first, unbounded", 38))],
-    "graphs": [dict(eager_ms=10.0, replay_ms=6.0), dict(eager_ms=10.0, replay_ms=8.0)],
+    "graphs": [dict(model="8B", batch=1, eager_ms=10.0, replay_ms=6.0, eager_host_ms=2.0, replay_host_ms=0.1), dict(model="8B", batch=8, eager_ms=10.0, replay_ms=8.0)],
     "sampling": [dict(batch=1, name="greedy", median_ms=0.1), dict(batch=1, name="model", median_ms=20.0)],
     "checkpoint": [dict(way="naive", peak_mib=1000.0, load_ms=900.0), dict(way="streamed", peak_mib=500.0, load_ms=300.0)],
     "server": [dict(way="event", wake_ms=0.1), dict(way="poll 10 ms", wake_ms=5.2)],
