@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -1678,10 +1678,182 @@ def benchmark(device="cpu", quick=False, seed=0):
     if device != "cpu": return [{"skipped": "needs the default model on this device's machine", "tokens_per_s": None}]
     return run_benchmark(None, device, quick, seed)
 
-# %% ../nbs/26_benchmark.ipynb #f5cceb9f
+# %% ../nbs/26_benchmark.ipynb #b6c1b360
 @experiment("26_benchmark", title="Requests that arrive", units={"ttft_ms": "ms", "ms": "ms", "tokens_per_s": "tokens/s"})
 def online(device="cpu", quick=False, seed=0):
     "Poisson arrivals over HTTP, a conversation, what the server and the host cost"
     from minisgl_edu.benchmark import run_online
-    if device != "cpu": return [{"skipped": "needs a web framework and the default model on this device's machine"}]
+    if device != "cpu": return [{"skipped": "needs a web framework and the default model on this device's machine", "ttft_ms": None, "ms": None, "tokens_per_s": None}]
     return run_online(None, device, quick, seed)
+
+# %% ../nbs/26_benchmark.ipynb #8043a995
+def skinny_rates(device, dtype, quick, ops):
+    "GB/s of weights by number of rows, of KV gathered page by page, of KV attended from the cache: one round, at shapes of no model"
+    import torch
+    from minisgl_edu.device import linear_cost, time_once
+    n, matrices, numbers = 768, 8 if quick else 228, (8 if quick else 128) << 20  # as many bytes as the default model: a cache for one is a cache for the other
+    rates, weights = {}, torch.full((matrices, n, n), 0.01, device=device, dtype=dtype).unbind()
+    for rows in (1, 4, 16, 64):
+        x = torch.randn(rows, n, device=device, dtype=dtype)
+        def products():
+            for w in weights: ops.linear(x, w)
+        products()  # packs the weights
+        rates[rows] = linear_cost("", rows, n, n, dtype.itemsize, matrices).bytes / time_once(products, device) / 1e6
+    kv = torch.ones(numbers, device=device, dtype=dtype).view(-1, 2, 4, 64)  # tokens of 512 numbers
+    slots = (torch.randperm(len(kv) // 16, device=device)[:, None] * 16 + torch.arange(16, device=device)).flatten()
+    scratch, q = kv.new_empty(1024, 2, 4, 64), torch.randn(4, 4, 4, 64, device=device, dtype=dtype)
+    def gather():
+        for part in slots.split(1024): torch.index_select(kv, 0, part, out=scratch)
+    def attend():
+        k, v = scratch.view(4, 256, 2, 4, 64).permute(2, 0, 3, 1, 4)
+        for _ in range(len(kv) // 1024): torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return rates | {name: kv.nbytes / time_once(fn, device) / 1e6 for name, fn in (("gather", gather), ("attend", attend))}
+
+def refined_ms(costs, rows, ceilings, rates, num_ops):
+    "A step at the rates that its operations reach in their own form: ms of products, of attention, of the rest"
+    import math
+    import numpy as np
+    steps = [1, 4, 16, 64]
+    product_gb_s = 1 / np.interp(math.log2(rows), [math.log2(r) for r in steps], [1 / rates[r] for r in steps])
+    rest = sum(c.bytes for c in costs if c.name in ("embedding", "pointwise")) / ceilings.copy_gb_s / 1e6 + num_ops * ceilings.launch_us / 1e3
+    attention = sum(c.bytes for c in costs if c.name == "attention") * (1 / rates["gather"] + 1 / rates["attend"]) / 1e6
+    products = sum(c.bytes for c in costs if c.name not in ("embedding", "pointwise", "attention")) / product_gb_s / 1e6
+    return float(products), attention, rest
+
+# %% ../nbs/26_benchmark.ipynb #0e91afac
+def decode_at(eng, batch, context):
+    "A decode step of `batch` requests that hold `context` tokens each, their pages dealt out in turns, ready to be called"
+    from minisgl_edu.core import Batch, Req, SamplingParams
+    from minisgl_edu.engine import make_context
+    from minisgl_edu.sampling import prepare
+    size, reqs = eng.page_size, [Req(i, [5] * context, SamplingParams(temperature=0.0, max_tokens=1)) for i in range(batch)]
+    pages = torch.arange(context // size)[None] * batch + torch.arange(batch)[:, None]
+    slots = (pages[:, :, None] * size + torch.arange(size)).flatten(1).int()
+    eng.stream.submit(lambda: eng.page_table[:batch, :context].copy_(slots)).synchronize()
+    for i, r in enumerate(reqs): r.table_idx, r.cached_len = i, context - 1; r.schedule(1)
+    step, args = Batch(reqs, "decode"), prepare(reqs)
+    def on_stream(): eng.to_host(eng.forward_batch(make_context(eng, step), args))
+    return lambda: eng.stream.submit(on_stream).synchronize(), on_stream
+
+@experiment("26_benchmark", title="The cost model against measured decode steps", units={"step_ms": "ms", "roofline_ms": "ms", "refined_ms": "ms"})
+def step_times(device="cpu", quick=False, seed=0):
+    "Decode steps of the default model by batch size and context: measured, bare roofline, refined prediction"
+    import statistics
+    from minisgl_edu.checkpoint import default_model, ModelConfig
+    from minisgl_edu.device import kv_bytes_per_token, measure_ceilings, memory_free, roofline_ms, step_costs, time_once
+    from minisgl_edu.engine import Engine, EngineConfig
+    if device != "cpu": return [dict(skipped="the error table is about the CPU; chapters 12 and 13 measure this device", step_ms=None, roofline_ms=None, refined_ms=None)]
+    dtype, config = torch.float32, ModelConfig.from_dir(default_model())
+    room = memory_free(device) // 4 // kv_bytes_per_token(config, dtype)  # tokens of KV in a quarter of the free memory
+    grid = [(b, n) for b in ((1, 8) if quick else (1, 2, 8, 32)) for n in ((128,) if quick else (128, 512, 2048)) if b * n <= max(room, 128)]
+    eng = Engine(EngineConfig(device=device, dtype="float32", num_pages=max(b * n for b, n in grid) // 16, max_running_requests=32, max_seq_len=max(n for _, n in grid)))
+    eng.stream.submit(eng.pool.kv.fill_, 0.5).synchronize()  # memory that nobody wrote is not there yet
+    steps, ceilings, rounds, ops = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), [], type(eng.model.head.ops)()
+    counter = OpCounter()
+    def count():
+        with counter: steps[grid[0]][1]()
+    eng.stream.submit(count).synchronize()
+    for step, _ in steps.values(): step()
+    for _ in range(1 if quick else 5):
+        rates = {}
+        eng.stream.submit(lambda: rates.update(skinny_rates(device, dtype, quick, ops))).synchronize()
+        rounds.append((rates, {case: [time_once(step, device) for _ in range(2)] for case, (step, _) in steps.items()}))
+        ops._packed.clear() if hasattr(ops, "_packed") else None
+    eng.close()
+    rates, rows = {k: statistics.median(r[k] for r, _ in rounds) for k in rounds[0][0]}, []
+    for batch, context in grid:
+        times, costs = sorted(t for _, r in rounds for t in r[batch, context]), step_costs(config, [(context - 1, context)] * batch, dtype)
+        parts = refined_ms(costs, batch, ceilings, rates, len(counter.names))
+        rows.append(dict(batch=batch, context=context, step_ms=statistics.median(times), low_ms=times[0], high_ms=times[-1], roofline_ms=roofline_ms(costs, ceilings), refined_ms=sum(parts),
+            products_ms=parts[0], attention_ms=parts[1], rest_ms=parts[2], operations=len(counter.names), repeats=len(times), dtype=str(dtype)))
+    return rows
+
+# %% ../nbs/26_benchmark.ipynb #2fa981be
+def zmq_hop_us(rounds):
+    "Microseconds of one hop of a small message between two processes over ZMQ, the median; None without ZMQ"
+    import statistics, subprocess, sys, tempfile, time
+    try: import zmq
+    except ImportError: return None
+    echo = "import sys, zmq; c = zmq.Context(); i, o = c.socket(zmq.PULL), c.socket(zmq.PUSH); i.connect(sys.argv[1]); o.connect(sys.argv[2])\nwhile m := i.recv(): o.send(m)"
+    with tempfile.TemporaryDirectory() as d, zmq.Context() as context, context.socket(zmq.PUSH) as there, context.socket(zmq.PULL) as back:
+        there.bind(f"ipc://{d}/there"); back.bind(f"ipc://{d}/back"); back.rcvtimeo, there.linger = 20_000, 0
+        peer, times = subprocess.Popen([sys.executable, "-c", echo, f"ipc://{d}/there", f"ipc://{d}/back"]), []
+        try:
+            for _ in range(rounds + 10):
+                start = time.perf_counter(); there.send(b"x" * 132); back.recv(); times.append(time.perf_counter() - start)
+        finally: peer.kill(); peer.wait()
+    return statistics.median(times[10:]) / 2 * 1e6
+
+def steps_waited(policies, decoding, seed=0):
+    "Steps until a newcomer's first token while others decode, by policy: counted on a tiny random model"
+    import tempfile
+    from dataclasses import replace
+    from minisgl_edu.checkpoint import save_random_model
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.scheduler import Scheduler
+    waited, params = {}, lambda n: SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as path:
+        save_random_model(path, dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=128, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2), seed)
+        eng = Engine(EngineConfig(model=path, device="cpu", num_pages=(decoding + 1) * 8, max_running_requests=decoding + 1))
+        for name, policy in policies.items():
+            eng.config = replace(eng.config, policy=policy)
+            sched = Scheduler(eng)
+            for uid in range(decoding): sched.add(uid, [5 + uid] * 8, params(40))
+            while sched.stats()["decode_steps"] < 2: sched.step()
+            sched.add(decoding, [4] * 8, params(1))
+            waited[name] = next(n for n in range(1, 200) if any(e.uid == decoding for e in sched.step()))
+            sched.close()
+        eng.close()
+    return waited
+
+# %% ../nbs/26_benchmark.ipynb #25c4345c
+def small_ways(device, seed):
+    "What is timed, way by way: (what, way) -> (function, how often one call does it)"
+    import random, torch
+    from minisgl_edu.core import Req, SamplingParams
+    rng, width = random.Random(seed), 2048
+    pool = torch.zeros(33, width, dtype=torch.int32, device=device)
+    places = [(row, rng.randrange(width)) for row in range(32)]          # one token of each request, as in a decode step
+    reqs = [Req(i, [1], SamplingParams(max_tokens=1)) for i in range(32)]
+    ongoing, finished = reqs[::2], set(reqs)
+    num = 12 if device == "cpu" else 128                                # on a CPU so few that one thread does it
+    def table(stride, first):
+        "Rows of a page table, the first of them `first` numbers after a 128-byte line"
+        flat = torch.zeros(num * stride + 64, dtype=torch.int32, device=device)
+        return flat.as_strided((num, width), (stride, 1), (-flat.data_ptr() // 4) % 32 + first)
+    on, off, tokens = table(width + 32, 0), table(width + 33, 1), torch.zeros(32, dtype=torch.int64, device=device)
+    def widen(rows):
+        for _ in range(10): rows.long()
+    def loop_index(): return torch.cat([pool[row, at:at + 1] for row, at in places])
+    def one_index(): return pool.view(-1)[torch.tensor([row * width + at for row, at in places], device=device)]
+    assert loop_index().equal(one_index())
+    def lists():
+        for _ in range(100): [r for r in reqs if r not in ongoing], [r for r in reqs if r in ongoing]
+    def sets():
+        for _ in range(100): finished.difference(ongoing), finished.intersection(ongoing)
+    return {("index", "each"): (loop_index, 1), ("index", "one"): (one_index, 1), ("finished", "list"): (lists, 100), ("finished", "set"): (sets, 100),
+            ("rows", "aligned"): (lambda: widen(on), 10), ("rows", "off"): (lambda: widen(off), 10), ("copy", "tokens to the host"): (lambda: tokens.to("cpu", copy=True), 1)}
+
+@experiment("26_benchmark", title="Small things of the article", units={"us": "us", "steps": "steps"})
+def details(device="cpu", quick=False, seed=0):
+    "An index or a loop, a set or a list, aligned rows or not, a copy to the host, a hop over ZMQ; and steps that a newcomer waits"
+    from minisgl_edu.device import measure_interleaved
+    from minisgl_edu.kvcache import create_page_table
+    ways = small_ways(device, seed)
+    rows = []
+    with torch.inference_mode():
+        for what in dict.fromkeys(what for what, _ in ways):  # only ways to do the same thing take turns
+            mine = {way: pair for (w, way), pair in ways.items() if w == what}
+            for way, t in measure_interleaved({way: fn for way, (fn, _) in mine.items()}, 20 if quick else 300, 5, device).items():
+                us = {k: getattr(t, f"{name}_ms") / mine[way][1] * 1e3 for k, name in (("us", "median"), ("low", "low"), ("high", "high"))}
+                rows.append(dict(what=what, way=way, **us, repeats=t.repeats))
+    table = create_page_table(128, 2048, device)
+    rows += [dict(what="page table", way=way, bytes=t.nbytes) for way, t in (("int32", table), ("int64", table.long()))]
+    if hop := zmq_hop_us(50 if quick else 1000): rows.append(dict(what="hop", way="ZMQ", us=hop))
+    class Unbounded:
+        "Decode first, for ever"
+        def order(self, view): return "decode", "prefill"
+    policies = {"prefill-first": "prefill-first", "mixed": "mixed", "decode-first": "decode-first", "decode-first, unbounded": Unbounded()}
+    return rows + [dict(what="newcomer", way=way, steps=steps, decoding=32) for way, steps in steps_waited(policies, 32, seed).items()]
