@@ -46,17 +46,22 @@ ENGINE_FLAGS = [
     Flag("dummy_weights", ("--dummy-weights", "--dummy-weight"), None, "random weights: for speed, not for text"),
 ]
 
-# %% ../nbs/27_cli.ipynb #236a32f8
+# %% ../nbs/27_cli.ipynb #4ffd7ff2
 SERVER_FLAGS = [
     Flag("host", ("--host",), str, "address to listen on"),
     Flag("port", ("--port",), int, "port, 1919 if left out; 0 takes a free one"),
     Flag("num_tokenizers", ("--num-tokenizers", "--num-tokenizer", "--tokenizer-count"), int, "tokenizer processes"),
     Flag("served_model_name", ("--served-model-name",), str, "the name clients use"),
     Flag("drain_seconds", ("--drain-seconds",), float, "how long running requests may go on at the end"),
+    Flag("max_waiting", ("--max-waiting",), int, "requests without a first word; one more is turned away (429)"),
+    Flag("request_timeout", ("--request-timeout",), float, "longest life of a request, in seconds"),
+    Flag("max_body_bytes", ("--max-body-bytes",), int, "longest request body; a longer one is refused (413)"),
+    Flag("api_key", ("--api-key",), str, "what clients must show; other users of this machine can read it here, so better set MINISGL_API_KEY"),
+    Flag("cors_origins", ("--cors-origins",), str, "web sites whose pages may call the server, with commas between"),
     Flag("tp", ("--tp", "--tp-size", "--tensor-parallel-size"), int, "ranks that share the model"),
 ]
 # Flags of the design whose chapter is still to come: refused by name, not as a typing error.
-LATER = ("--api-key", "--max-waiting", "--request-timeout", "--watchdog-seconds")
+LATER = ("--watchdog-seconds",)
 
 # %% ../nbs/27_cli.ipynb #e80a2d0e
 def add_flags(

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from .core import RequestError, SamplingParams
 
 # %% auto #0
-__all__ = ['ErrorInfo', 'TokenizeMsg', 'SubmitMsg', 'AbortMsg', 'StopMsg', 'TokenMsg', 'ReplyMsg', 'StatsMsg', 'ReadyMsg',
-           'FailMsg', 'ShutdownMsg', 'Channel', 'AsyncReceiver']
+__all__ = ['ErrorInfo', 'TokenizeMsg', 'SubmitMsg', 'AbortMsg', 'StopMsg', 'TokenMsg', 'ReplyMsg', 'StatsMsg', 'WatchMsg',
+           'ReadyMsg', 'FailMsg', 'ShutdownMsg', 'Channel', 'AsyncReceiver']
 
 # %% ../nbs/21_messages.ipynb #ace0d291
 class ErrorInfo(NamedTuple):
@@ -78,11 +78,16 @@ class ReplyMsg:
     cached_tokens: int = 0
     error: ErrorInfo|None = None     # Why, when `finish_reason` is "error"
 
-# %% ../nbs/21_messages.ipynb #ceef3dbd
+# %% ../nbs/21_messages.ipynb #509302c0
 @dataclass(frozen=True)
 class StatsMsg:
     "Scheduler to frontend: the scheduler's counters, now and then"
     stats: dict
+
+@dataclass(frozen=True)
+class WatchMsg:
+    "Frontend to tokenizer to scheduler: somebody looks, so let the stats hold the page map for a while"
+    seconds: float = 2.0
 
 @dataclass(frozen=True)
 class ReadyMsg:
