@@ -382,7 +382,7 @@ class Steps(Queues):
         self.ledger.release({id(r) for plan in self.launched for r in plan.batch.reqs})
         self.cache.settle(self.counts["steps"] - len(self.launched) if self.launched else math.inf)
 
-# %% ../nbs/16_scheduler.ipynb #30032ad0
+# %% ../nbs/16_scheduler.ipynb #db054890
 class Scheduler(Steps):
     "A step machine: requests go in with `add`, tokens come out of `step`"
     def add(self,
@@ -443,20 +443,6 @@ class Scheduler(Steps):
             pages_total=self.cache.num_pages, pages_free=free, pages_cached=cached, pages_used=self.cache.num_pages - free - cached,
             rows_free=self.table.num_free, batch_size=len(self.last_batch) if self.last_batch and self.ledger.live else 0,
             **counts, **{f"ended_{reason}": self.ledger.ended[reason] for reason in FINISH_REASONS})
-
-    def page_map(self,
-        most:int=2048 # Longest answer; in a larger pool, one character for several pages
-    )->str: # "." free, "c" cached, "s" cached and shared with a request that runs, "u" one request's own
-        "Where every page is, at a glance"
-        codes = np.ones(self.cache.num_pages, dtype=np.uint8)
-        codes[self.cache.allocator.free_pages] = 0
-        for req in self.holders():
-            whole = req.shared_len // self.table.page_size
-            codes[req.pages[:whole]] = 2
-            codes[req.pages[whole:]] = 3
-        per = -(-len(codes) // most)
-        seen = np.pad(codes, (0, -len(codes) % per)).reshape(-1, per).max(1)
-        return np.frombuffer(b".csu", dtype=np.uint8)[seen].tobytes().decode()
 
     def holders(self)->list[Req]:
         "All requests that hold a row and pages, also those about to give them back"

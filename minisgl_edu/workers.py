@@ -103,7 +103,7 @@ class DetokenizerLoop:
             if stream.finish_reason: del self.streams[m.uid]
         return replies + [r for s in touched.values() if (r := s.take())], stops
 
-# %% ../nbs/22_workers.ipynb #e37da361
+# %% ../nbs/22_workers.ipynb #25b73199
 class SchedulerLoop:
     "Requests in, tokens out: the scheduler's steps between its messages"
     STATS_SECONDS = 0.25 # at most this often
@@ -147,7 +147,7 @@ class SchedulerLoop:
         "The scheduler's counters if they changed: now and then, and at once when it falls idle"
         if self.has_work and now < self.stats_at + self.STATS_SECONDS: return []
         stats, before = self.scheduler.stats(), self.stats
-        if now < self.watched_until: stats["pages"] = self.scheduler.page_map()
+        if now < self.watched_until: stats["pages"] = self.scheduler.cache.page_map(self.scheduler.holders())
         if stats == before: return []
         self.stats, self.stats_at = stats, now
         return [StatsMsg(stats)]

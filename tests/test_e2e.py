@@ -103,7 +103,7 @@ BAD = [
     ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"), ("/v1/completions", {"prompt": "x", "temperature": -0.5}, 400, "temperature"),
     ("/v1/completions", {"prompt": "x", "top_p": 0}, 400, "top_p"), ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "gpt-9"), ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"), ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": "x"}, 400, "messages"), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3}, 400, "n"),
+    ("/v1/chat/completions", {"messages": "x"}, 400, "messages"), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 1000}, 400, "n"),
 ]
 
 
