@@ -200,7 +200,7 @@ def test_random_lives_leave_nothing_behind(page_size, lives, keeps):
 
 
 def test_the_page_map_shows_each_page_once():
-    cache = CacheManager(10, 2, PageChainCache())
+    cache = CacheManager(10, 2, make_prefix_cache("radix", 10, 2))
     a, b = Req(0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=4)), Req(1, [1, 2, 3, 4, 9, 9, 9], SamplingParams(max_tokens=4))
     for req in (a, b):
         match = cache.match(req.input_ids)
