@@ -96,10 +96,13 @@ def fetch(
     print(resolve_model(args.model))
     return 0
 
-# %% ../nbs/27_cli.ipynb #201dbffe
+# %% ../nbs/27_cli.ipynb #fba10bb1
 SAMPLING_FLAGS = [
     Flag("temperature", ("--temperature",), float, "0, the default here, is greedy"), Flag("top_k", ("--top-k",), int, "keep the k likeliest tokens"),
     Flag("top_p", ("--top-p",), float, "keep this much probability"), Flag("min_p", ("--min-p",), float, "drop tokens this much less likely than the best"),
+    Flag("presence_penalty", ("--presence-penalty",), float, "off the scores of tokens that the answer has"),
+    Flag("frequency_penalty", ("--frequency-penalty",), float, "the same, once for each time"),
+    Flag("repetition_penalty", ("--repetition-penalty",), float, "divides the scores of tokens in prompt or answer"),
     Flag("max_tokens", ("--max-tokens",), int, "new tokens at most"), Flag("seed", ("--seed",), int, "same seed, same text"),
     Flag("ignore_eos", ("--ignore-eos",), None, "go on after an end-of-sequence token"),
 ]

@@ -14,7 +14,7 @@ import torch
 # %% auto #0
 __all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'PoolPlan', 'plan_pool', 'Engine', 'make_context', 'StaticBatch']
 
-# %% ../nbs/13_engine.ipynb #bb3c8a81
+# %% ../nbs/13_engine.ipynb #daa34dcd
 from .core import Batch, ForwardContext, Req, SamplingParams, check_number
 from .device import Stream, memory_free, pick_device, weight_bytes
 from .distributed import TPGroup, single
@@ -23,7 +23,7 @@ from .layers import PackedOps, TorchOps, can_pack
 from .models import create_model
 from .kvcache import KVPool, create_page_table, page_bytes, pages_needed, pages_that_fit
 from .attention import make_backend
-from .sampling import SamplingArgs, prepare, sample
+from .sampling import Sampled, SamplingArgs, prepare, sample
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #26361db4
+# %% ../nbs/13_engine.ipynb #fd070fb4
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -200,18 +200,18 @@ class Engine:
     def forward_batch(self,
         ctx:ForwardContext,  # Device tensors of this step
         args:SamplingArgs    # How each request samples
-    )->torch.Tensor: # [batch] int64 on the device: the next token of each request
+    )->Sampled: # On the device: the next token of each request, and what else its params ask for
         "One forward pass and one token per request; only inside a function submitted to `stream`"
         assert torch.is_inference_mode_enabled(), "call forward_batch inside a function submitted to engine.stream"
         self.backend.prepare(ctx)
         return sample(self.model(ctx), args)
 
     def to_host(self,
-        tokens:torch.Tensor # Device tensor
-    )->torch.Tensor: # Host tensor, complete once the submitted function's event has passed
-        "Start the copy to the host, behind the work that makes the tokens"
-        if self.device.type == "cpu": return tokens.clone()
-        return torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        sampled:Sampled # Device tensors
+    )->Sampled: # Host tensors, complete once the submitted function's event has passed
+        "Start the copies to the host, behind the work that makes the tokens"
+        def copy(t): return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t, non_blocking=True)
+        return Sampled(*(t if t is None else copy(t) for t in sampled))
 
     def close(self):
         "End the stream's thread; a second call does nothing"
@@ -232,7 +232,7 @@ def make_context(
     return ForwardContext(batch.phase, [s.cached_len for s in spans], [s.device_len for s in spans],
         rows, ids, positions, out_loc, lens.cumsum(0) - 1)
 
-# %% ../nbs/13_engine.ipynb #939f00a7
+# %% ../nbs/13_engine.ipynb #6004952e
 class StaticBatch:
     "A fixed set of requests, run together until the last has ended; nobody joins"
     def __init__(self,
@@ -261,7 +261,7 @@ class StaticBatch:
         batch, args = Batch(reqs, "decode" if reqs[0].output_len else "prefill"), prepare(reqs)
         out = []
         self.engine.stream.submit(lambda: out.append(self.engine.to_host(self.engine.forward_batch(make_context(self.engine, batch), args)))).synchronize()
-        for r, token in zip(reqs, out[0].tolist()):
+        for r, token in zip(reqs, out[0].tokens.tolist()):
             r.complete_one(); r.append_host(token)
             if token in self.engine.eos_token_ids and not r.params.ignore_eos: r.finish_reason = "stop"
             elif r.output_len == r.params.max_tokens: r.finish_reason = "length"

@@ -883,7 +883,7 @@ def decode_step(config, batch, context, device, dtype, seed=0):
         return model(ctx)
     return step
 
-# %% ../nbs/11_sampling.ipynb #5980babd
+# %% ../nbs/11_sampling.ipynb #d1b0bbd0
 @experiment("11_sampling", title="Sampling next to a decode step, by batch size", units={"median_ms": "ms", "predicted_ms": "ms"})
 def sampling(device="cpu", quick=False, seed=0):
     "What does sampling cost next to the forward pass?"
@@ -891,25 +891,27 @@ def sampling(device="cpu", quick=False, seed=0):
     from minisgl_edu.device import measure_ceilings, measure_interleaved, roofline_ms, step_costs
     from minisgl_edu.sampling import _draw_ranked, _probs, prepare, sample
     dtype, config, context = torch.float32 if device == "cpu" else torch.bfloat16, default_shape(), 128
-    kinds = {"greedy": dict(temperature=0), "draw": {}, "top-p 0.95": dict(top_p=0.95)}
+    kinds = {"greedy": dict(temperature=0), "draw": {}, "top-p 0.95": dict(top_p=0.95), "penalties": dict(temperature=0, frequency_penalty=0.5),
+        "log-probabilities": dict(temperature=0, logprobs=5)}
     rows, ceilings = [], measure_ceilings(device, dtype, quick)
     for batch in [1, 8] if quick else [1, 4, 8, 16, 32]:
         logits, vocab = language_like_logits(batch, config.vocab_size, device, seed), config.vocab_size
+        pool = torch.randint(vocab, (batch, context), generator=torch.Generator().manual_seed(seed)).to(device)
         def requests(kind):
-            reqs = [Req(i, [0], SamplingParams(seed=i, **kind)) for i in range(batch)]
-            for r in reqs: r.schedule(1)
+            reqs = [Req(i, [0] * context, SamplingParams(seed=i, **kind)) for i in range(batch)]
+            for r in reqs: r.schedule(context); r.prompt_len, r.table_idx = context // 2, r.uid
             return reqs
         def sort_all(args=prepare(requests(kinds["top-p 0.95"]))):
             t = lambda x: x.to(device)
             probs = _probs(logits, t(args.ranked), t(args.temperatures))
             return _draw_ranked(probs, t(args.uniforms), t(args.top_ks), t(args.top_ps), t(args.min_ps), first=vocab)
-        fns = {name: lambda reqs=requests(kind): sample(logits, prepare(reqs)) for name, kind in kinds.items()}
+        fns = {name: lambda reqs=requests(kind): sample(logits, prepare(reqs, pool)) for name, kind in kinds.items()}
         with torch.inference_mode():
             fns.update({"model": decode_step(config, batch, context, device, dtype, seed), "sort everything": sort_all})
             times = measure_interleaved(fns, repeats=3 if quick else 7, warmup=2, device=device)
         numbers = batch * vocab * 4 / ceilings.copy_gb_s / 1e6
         roofline = roofline_ms(step_costs(config, [(context - 1, context)] * batch, dtype), ceilings)
-        predicted = {"greedy": numbers, "draw": 10 * numbers, "model": roofline}
+        predicted = {"greedy": numbers, "draw": 10 * numbers, "penalties": 8 * numbers, "log-probabilities": 7 * numbers, "model": roofline}
         rows += [dict(batch=batch, name=name, median_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, predicted_ms=predicted.get(name)) for name, t in times.items()]
     return rows
 
@@ -1068,7 +1070,7 @@ def scheduler(device="cpu", quick=False, seed=0):
             idle=1 - (tokens - num) / (rows * len(decode)), seconds=statistics.median(times[mode]), low=min(times[mode]), high=max(times[mode]), roofline_s=roof, dtype=str(eng.dtype)))
     return out
 
-# %% ../nbs/17_overlap.ipynb #eb58dd79
+# %% ../nbs/17_overlap.ipynb #d600ffc4
 @experiment("17_overlap", title="Step time of both loops", units={"plain_ms": "ms", "overlapped_ms": "ms", "host_ms": "ms", "device_ms": "ms"})
 def overlap(device="cpu", quick=False, seed=0):
     "Decode steps in the plain and the overlapped loop: the real model, and a device that sleeps"
@@ -1077,6 +1079,7 @@ def overlap(device="cpu", quick=False, seed=0):
     from minisgl_edu.core import SamplingParams
     from minisgl_edu.engine import Engine, EngineConfig
     from minisgl_edu.overlap import OverlapScheduler
+    from minisgl_edu.sampling import Sampled
     from minisgl_edu.scheduler import Scheduler
     def running(kind, engine, batch, steps):
         "A scheduler whose requests all decode, and the vocabulary's random prompts"
@@ -1112,7 +1115,7 @@ def overlap(device="cpu", quick=False, seed=0):
             num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2))
         eng = Engine(EngineConfig(model=path, device="cpu", num_pages=64 * 8))
         for ms in ([2, 5] if quick else [0.5, 1, 2, 5, 10, 20]):
-            def sleeps(ctx, args, ms=ms): time.sleep(ms / 1e3); return torch.zeros(len(ctx.device_lens), dtype=torch.int64)
+            def sleeps(ctx, args, ms=ms): time.sleep(ms / 1e3); return Sampled(torch.zeros(len(ctx.device_lens), dtype=torch.int64))
             eng.forward_batch = sleeps
             rows.append(row("sleeps", eng, 64, 20 if quick else 60, rounds, device_ms=ms))
         eng.close()

@@ -16,16 +16,17 @@ __all__ = ['POLICIES', 'PHASES', 'check_request', 'PrefillFirst', 'DecodeFirst',
            'finish_reason', 'Ledger', 'flat_indices', 'step_arrays', 'admission_arrays', 'Plan', 'run_plan', 'Queues',
            'Steps', 'Scheduler']
 
-# %% ../nbs/16_scheduler.ipynb #39be3025
-from .core import FINISH_REASONS, Batch, ForwardContext, Policy, PolicyView, Req, RequestError, SamplingParams, Span, TokenEvent
+# %% ../nbs/16_scheduler.ipynb #1cc14433
+from .core import (FINISH_REASONS, Batch, Default, ForwardContext, Policy, PolicyView, Req, RequestError, SamplingParams, Span,
+    TokenEvent, TokenLogprobs)
 from .device import Event
 from .kvcache import pages_needed
-from .sampling import SamplingArgs, prepare
+from .sampling import Sampled, SamplingArgs, prepare, read_logprobs, with_seed
 from .engine import Engine
 from .resources import CacheManager, TableManager, make_prefix_cache
 from .prefill import PrefillManager
 
-# %% ../nbs/16_scheduler.ipynb #24cc93cf
+# %% ../nbs/16_scheduler.ipynb #f92f8856
 def check_request(
     engine:Engine,           # Its limits
     input_ids:Sequence[int], # Prompt tokens, as the client sent them
@@ -39,9 +40,12 @@ def check_request(
         raise RequestError(f"the prompt has {n} tokens; the context holds {longest}, and at least one is for the answer", "prompt", "context_length_exceeded")
     bad = next((i for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab), None)
     if bad is not None: raise RequestError(f"prompt token {bad} is {ids[bad]!r}; token ids are integers from 0 to {vocab - 1}", "prompt")
-    if params.max_tokens is None: params = replace(params, max_tokens=longest - n)
+    if params.max_tokens is None or isinstance(params.max_tokens, Default) and params.max_tokens > longest - n:
+        params = replace(params, max_tokens=longest - n)
     if params.max_tokens > longest - n:
         raise RequestError(f"max_tokens is {params.max_tokens}; a prompt of {n} tokens leaves room for {longest - n} in a context of {longest}", "max_tokens")
+    bad = next((t for t, _ in params.logit_bias if t >= vocab), None)
+    if bad is not None: raise RequestError(f"logit_bias names token {bad}; token ids are integers from 0 to {vocab - 1}", "logit_bias")
     pages = pages_needed(n + params.max_tokens - 1, engine.page_size)
     if pages > engine.num_pages:
         raise RequestError(f"prompt and max_tokens ask for {pages} pages of KV cache; there are {engine.num_pages}", "max_tokens")
@@ -115,7 +119,7 @@ def finish_reason(
     if req.input_ids[-1] in eos and not req.params.ignore_eos: return "stop"
     return "length" if len(req.input_ids) >= req.max_device_len else None
 
-# %% ../nbs/16_scheduler.ipynb #a270d4d4
+# %% ../nbs/16_scheduler.ipynb #d8b4b552
 class Ledger:
     "Every request from its arrival to its one end, and what that end gives back"
     def __init__(self,
@@ -132,17 +136,19 @@ class Ledger:
     def tell(self,
         req:Req,                     # Whose news
         token_id:int|None=None,      # Its new token
-        error:RequestError|None=None # What went wrong
+        error:RequestError|None=None, # What went wrong
+        logprobs:TokenLogprobs|None=None # Of the token
     ):
         "Keep an event for the next `take_events`"
-        self.events.append(TokenEvent(req.uid, token_id, req.finish_reason, req.prompt_len, req.cached_tokens, error))
+        self.events.append(TokenEvent(req.uid, token_id, req.finish_reason, req.prompt_len, req.cached_tokens, error, logprobs))
 
     def end(self,
         req:Req,                      # A live request
         reason:str,                   # One of `FINISH_REASONS`
         token_id:int|None=None,       # Its last token
         error:RequestError|None=None, # What went wrong
-        silent:bool=False             # Tell nobody
+        silent:bool=False,            # Tell nobody
+        logprobs:TokenLogprobs|None=None # Of the token
     ):
         "No longer live; what it holds waits for `release`"
         req.finish_reason = reason
@@ -150,7 +156,7 @@ class Ledger:
         del self.live[req.uid]
         self.decode.remove(req)
         if req.table_idx >= 0: self.leaving.append(req)
-        if not silent: self.tell(req, token_id, error)
+        if not silent: self.tell(req, token_id, error, logprobs)
 
     def release(self,
         held:set[int] # `id` of every request in a launched batch: the device still reads and writes its pages
@@ -213,7 +219,7 @@ def admission_arrays(
     return dict(prompt_at=prompt_at, prompt_ids=np.array([t for r in new for t in r.input_ids], dtype=np.int64),
                 hit_at=hit_at, hit_slots=table.slots(np.repeat(rows, cached), hit_positions))
 
-# %% ../nbs/16_scheduler.ipynb #b59ee00e
+# %% ../nbs/16_scheduler.ipynb #92299067
 @dataclass
 class Plan:
     "One step, ready to launch: everything the device needs, in host memory that belongs to this step alone"
@@ -221,7 +227,7 @@ class Plan:
     arrays: dict[str,np.ndarray]     # From `step_arrays` and `admission_arrays`
     sampling: SamplingArgs
     event: Event|None = None         # Done when the step is, once it is launched
-    tokens: torch.Tensor|None = None # [batch] the new tokens on the host, once the event is done
+    sampled: Sampled|None = None     # The new tokens on the host, once the event is done
 
     def to_device(self,
         device:torch.device # Where the step runs
@@ -231,7 +237,7 @@ class Plan:
         if device.type == "cuda": packed = packed.pin_memory().to(device, non_blocking=True)
         return dict(zip(self.arrays, packed.split([len(a) for a in self.arrays.values()])))
 
-# %% ../nbs/16_scheduler.ipynb #20629206
+# %% ../nbs/16_scheduler.ipynb #f130a64c
 def run_plan(
     engine:Engine,      # Runs the model
     table:TableManager, # Page table and token pool on the device
@@ -247,8 +253,8 @@ def run_plan(
     ctx = ForwardContext(batch.phase, [s.cached_len for s in batch.spans], [s.device_len for s in batch.spans],
         rows=a["rows"], input_ids=tokens[a["load"]], positions=a["positions"], out_loc=a["out_loc"], last_indices=a["last"])
     new = engine.forward_batch(ctx, plan.sampling)
-    tokens[a["write"]] = new
-    plan.tokens = engine.to_host(new)
+    tokens[a["write"]] = new.tokens.clamp(min=0)  # -1 is no token: the host will end that request, and one more step must not stumble
+    plan.sampled = engine.to_host(new)
 
 # %% ../nbs/16_scheduler.ipynb #4022c11d
 PHASES = ("prefill", "decode", "mixed")
@@ -319,7 +325,7 @@ class Queues:
         self.prefill.add(req, front=True)
         self.counts["retracted"] += 1
 
-# %% ../nbs/16_scheduler.ipynb #e563911f
+# %% ../nbs/16_scheduler.ipynb #0a32c874
 class Steps(Queues):
     "Schedule, launch, process: the three pieces of every loop"
     def _schedule(self)->Plan|None:
@@ -329,7 +335,7 @@ class Steps(Queues):
         arrays = step_arrays(batch, self.table)
         if any(r.is_fresh for r in batch.reqs): arrays.update(admission_arrays(batch, self.table))
         for req in batch.reqs: req.is_fresh = False
-        return Plan(batch, arrays, prepare(batch.reqs))
+        return Plan(batch, arrays, prepare(batch.reqs, self.table.token_pool))
 
     def _launch(self, plan:Plan)->Event:
         "Hand the step to the device; its requests move on at once"
@@ -346,30 +352,32 @@ class Steps(Queues):
         "Wait for the oldest step, hand out its tokens, and release who ended and is held by no later one"
         try:
             plan.event.synchronize()
-            tokens, error = plan.tokens.tolist(), None
+            tokens, logprobs, error = plan.sampled.tokens.tolist(), read_logprobs(plan.sampled, plan.sampling.logprobs), None
         except BaseException as e:
             if not plan.event.query() or isinstance(e, KeyboardInterrupt): raise  # not the step: an interrupt broke into the wait
-            tokens, error = [None] * len(plan.batch), e
+            tokens, logprobs = [None] * len(plan.batch), {}
+            error = RequestError(f"the forward pass failed: {type(e).__name__}: {e}", code="forward_failed")
         self.launched.popleft()
-        for req, span, token in zip(plan.batch.reqs, plan.batch.spans, tokens):
+        for i, (req, span, token) in enumerate(zip(plan.batch.reqs, plan.batch.spans, tokens)):
             if error is not None: self._fail(req, span, error)
             elif req.finish_reason: continue  # ended while the step ran: its token is thrown away
-            elif not span.is_chunk: self._append(req, token)  # a chunk's is, too: no news, and no end
+            elif token < 0: self._fail(req, span, RequestError("the model's scores for the next token are not finite numbers (NaN or infinity)", code="not_finite"))
+            elif not span.is_chunk: self._append(req, token, logprobs.get(i))  # a chunk's is, too: no news, and no end
             if span.device_len - span.cached_len > 1 and not req.finish_reason: self._keep(req, span)
         self._release()
         return self.ledger.take_events()
 
-    def _append(self, req:Req, token:int):
+    def _append(self, req:Req, token:int, logprobs:TokenLogprobs|None):
         req.append_host(token)
         reason = finish_reason(req, self._eos)
-        if reason: self.ledger.end(req, reason, token)
-        else: self.ledger.tell(req, token)
+        if reason: self.ledger.end(req, reason, token, logprobs=logprobs)
+        else: self.ledger.tell(req, token, logprobs=logprobs)
 
-    def _fail(self, req:Req, span:Span, error:BaseException):
+    def _fail(self, req:Req, span:Span, error:RequestError):
         req.cached_len = min(req.cached_len, span.cached_len)
         if req.finish_reason: return
         self.prefill.abort(req.uid)
-        self.ledger.end(req, "error", error=RequestError(f"the forward pass failed: {type(error).__name__}: {error}", code="forward_failed"))
+        self.ledger.end(req, "error", error=error)
 
     def _keep(self, req:Req, span:Span):
         before = list(req.pages)
@@ -382,7 +390,7 @@ class Steps(Queues):
         self.ledger.release({id(r) for plan in self.launched for r in plan.batch.reqs})
         self.cache.settle(self.counts["steps"] - len(self.launched) if self.launched else math.inf)
 
-# %% ../nbs/16_scheduler.ipynb #db054890
+# %% ../nbs/16_scheduler.ipynb #6451a9db
 class Scheduler(Steps):
     "A step machine: requests go in with `add`, tokens come out of `step`"
     def add(self,
@@ -393,7 +401,8 @@ class Scheduler(Steps):
     ):
         "Queue a request, or raise `RequestError` if it can never run"
         if uid in self.ledger.live: raise ValueError(f"uid {uid} is in use")
-        req = Req(uid, *check_request(self.engine, input_ids, params), time.monotonic() if arrival is None else arrival)
+        ids, params = check_request(self.engine, input_ids, params)
+        req = Req(uid, ids, with_seed(params, uid), time.monotonic() if arrival is None else arrival)
         self.ledger.live[uid] = req
         self.prefill.add(req)
 

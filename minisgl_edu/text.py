@@ -118,7 +118,7 @@ def byte_alphabet()->dict[str, int]: # Character -> byte
     rest = [b for b in range(256) if b not in set(printable)]
     return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(rest)}}
 
-# %% ../nbs/19_text.ipynb #cdfb19ec
+# %% ../nbs/19_text.ipynb #66b1954a
 class TokenTable:
     "What a detokenizer must know about a vocabulary; looked up once per token id"
     def __init__(self,
@@ -136,12 +136,15 @@ class TokenTable:
         return self.tokenizer.convert_ids_to_tokens(token_id)
 
     def bytes_of(self,
-        token_id:int # In a byte-level vocabulary
-    )->bytes: # What it adds to the text
+        token_id:int # Any token
+    )->bytes: # What it adds to the text; in vocabularies of another kind, what its name says
         "A token's bytes; one that does not spell bytes (an added token) stands for its own characters"
         if token_id not in self._bytes:
-            piece, alphabet = self.piece(token_id) or "", byte_alphabet()
-            self._bytes[token_id] = bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
+            piece, alphabet = self.piece(token_id) or "", byte_alphabet() if self.is_byte_level else {}
+            if all(c in alphabet for c in piece): spelled = bytes(alphabet[c] for c in piece)
+            elif not self.is_byte_level and re.fullmatch("<0x[0-9A-F]{2}>", piece): spelled = bytes([int(piece[3:5], 16)])
+            else: spelled = (piece if self.is_byte_level else piece.replace("\u2581", " ")).encode()
+            self._bytes[token_id] = spelled
         return self._bytes[token_id]
 
 @functools.lru_cache(8)
@@ -254,7 +257,7 @@ class StopChecker:
         text, self.held = self.held, ""
         return text
 
-# %% ../nbs/19_text.ipynb #9f9954a2
+# %% ../nbs/19_text.ipynb #175e4547
 class TextStream:
     "One request's way back to text: detokenize, then look for stop strings"
     def __init__(self,
@@ -264,6 +267,7 @@ class TextStream:
         eos_ids:Sequence[int]=()       # End-of-sequence ids
     ):
         self.detokenizer, self.checker = Detokenizer(tokenizer, skip_special_tokens, eos_ids), StopChecker(stop)
+        self.bytes_of = token_table(tokenizer).bytes_of # spells a token, for whoever shows log-probabilities
 
     def push(self,
         token_id:int|None,        # The next token; None if the request ended without one

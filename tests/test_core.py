@@ -1,10 +1,11 @@
 "Requests, batches and what is refused"
-import math
+import math, pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_edu.core import (EXAMPLES, Batch, ForwardContext, PolicyView, Req, RequestError, SamplingParams, check_number,
+from minisgl_edu.core import (EXAMPLES, Batch, Default, ForwardContext, PolicyView, Req, RequestError, SamplingParams, check_number,
                               random_workload)
 
 NAN, INF = float("nan"), math.inf
@@ -17,6 +18,10 @@ NAN, INF = float("nan"), math.inf
     ("top_k", 0), ("top_k", -2), ("top_k", 1.5), ("top_k", True), ("top_k", None),
     ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 2.0), ("max_tokens", True), ("max_tokens", "8"),
     ("seed", 1.0), ("seed", 2**64), ("seed", "x"), ("ignore_eos", 1), ("skip_special_tokens", None),
+    ("presence_penalty", 2.1), ("presence_penalty", NAN), ("frequency_penalty", -2.01), ("frequency_penalty", "1"), ("repetition_penalty", 0), ("repetition_penalty", -1),
+    ("repetition_penalty", INF), ("repetition_penalty", 101), ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", 1.0),
+    ("logit_bias", 3), ("logit_bias", [1]), ("logit_bias", "7"), ("logit_bias", {"7": 1}), ("logit_bias", {-1: 1}), ("logit_bias", {True: 1}), ("logit_bias", {7: 100.5}),
+    ("logit_bias", {7: NAN}), ("logit_bias", {7: None}), pytest.param("logit_bias", {i: 1 for i in range(301)}, id="logit_bias-long"), ("logit_bias", {7.0: 1}),
     ("stop", [""]), ("stop", ["a", 3]), ("stop", 3), ("stop", False), ("stop", {"a": 1}), ("stop", [None])])
 def test_bad_parameters_are_refused_by_name(field, bad):
     with pytest.raises(RequestError) as e: SamplingParams(**{field: bad})
@@ -26,7 +31,9 @@ def test_bad_parameters_are_refused_by_name(field, bad):
 
 @pytest.mark.parametrize("params", [
     dict(temperature=0), dict(temperature=0.0, top_k=1), dict(top_p=1), dict(top_p=1e-9), dict(min_p=0), dict(min_p=1), dict(top_k=-1),
-    dict(max_tokens=None), dict(max_tokens=1), dict(seed=0), dict(seed=-1), dict(seed=2**64 - 1), dict(stop="end"), dict(stop=["a", "b"])])
+    dict(max_tokens=None), dict(max_tokens=1), dict(seed=0), dict(seed=-1), dict(seed=2**64 - 1), dict(stop="end"), dict(stop=["a", "b"]),
+    dict(presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.5), dict(logit_bias={7: -100, 0: 100}), dict(logit_bias=None), dict(logit_bias={i: 1 for i in range(300)}),
+    dict(logprobs=0), dict(logprobs=20), dict(logprobs=None)])
 def test_good_parameters_pass(params):
     p = SamplingParams(**params)
     assert p.is_greedy == (params.get("temperature") == 0)
@@ -41,6 +48,22 @@ def test_stop_is_always_a_tuple():
 def test_params_are_values():
     assert SamplingParams(stop="x") == SamplingParams(stop=["x"]) and len({SamplingParams(), SamplingParams()}) == 1
     with pytest.raises(AttributeError): SamplingParams().temperature = 2
+    bias = {7: 1.5, 3: -2}
+    params = SamplingParams(logit_bias=bias)
+    bias[9] = 1
+    assert params.logit_bias == ((7, 1.5), (3, -2)) and params == SamplingParams(**vars(params)) and hash(params) == hash(SamplingParams(logit_bias={7: 1.5, 3: -2}))
+    for p in (params, SamplingParams(stop="x", logprobs=2)): assert pickle.loads(pickle.dumps(p)) == p
+
+
+def test_a_default_knows_that_nobody_asked_for_it():
+    ours, theirs = SamplingParams(temperature=0), SamplingParams(temperature=0, max_tokens=16)
+    assert ours == theirs and type(theirs.max_tokens) is int
+    for p in (ours, pickle.loads(pickle.dumps(ours)), replace(ours, seed=3), SamplingParams(**vars(ours))): assert isinstance(p.max_tokens, Default)
+
+
+def test_which_params_penalise():
+    assert not SamplingParams(logit_bias={1: 1}, repetition_penalty=1.0, presence_penalty=0).penalises
+    assert all(SamplingParams(**{name: 0.5}).penalises for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"))
 
 
 def test_check_number_says_value_and_limit():

@@ -120,6 +120,10 @@ def test_defaults_are_16_tokens_or_the_room_left(tiny):
     assert len(out.token_ids) == 5 or out.finish_reason == "stop"
     out = tiny.generate([3, 4], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))[0]
     assert len(out.token_ids) == room - 2
+    long = [3 + i % 90 for i in range(room - 5)]
+    out = tiny.generate([long], SamplingParams(temperature=0.0, ignore_eos=True))[0]  # nobody asked for 16
+    assert len(out.token_ids) == 5
+    with pytest.raises(RequestError, match="max_tokens is 16; .* room for 5"): tiny.generate([long], SamplingParams(temperature=0.0, max_tokens=16))
 
 
 @pytest.mark.parametrize("prompt, params, words", [
@@ -301,3 +305,22 @@ def test_seeds_do_not_depend_on_company(llm):
     alone = llm.generate("Once upon a time", params)[0].token_ids
     crowd = llm.generate(["Hi", "Once upon a time", "Yes, and"], [SamplingParams(max_tokens=12), params, SamplingParams(max_tokens=12)])
     assert crowd[1].token_ids == alone
+
+
+def test_logprobs_stand_beside_their_tokens(llm):
+    asks, silent = llm.generate("Once upon a time", [SamplingParams(temperature=0, max_tokens=12, logprobs=3)])[0], llm.generate("Once upon a time", GREEDY)[0]
+    assert silent.logprobs is None and asks.token_ids == silent.token_ids[:12] and len(asks.logprobs) == 12
+    for token, told in zip(asks.token_ids, asks.logprobs):
+        assert told.top[0] == (token, told.logprob) and len(told.top) == 3 and 0 >= told.top[0][1] >= told.top[1][1] >= told.top[2][1]
+    drawn = llm.generate("Once upon a time", SamplingParams(seed=3, max_tokens=12, logprobs=0))[0]
+    assert len(drawn.logprobs) == len(drawn.token_ids) and all(told.top == () and told.logprob < 0 for told in drawn.logprobs)
+    stream = llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=12, logprobs=3))
+    assert "".join(stream) == asks.text and stream.output.logprobs == asks.logprobs
+
+
+def test_penalties_and_bias_change_the_text(llm):
+    plain = llm.generate("I like cats. I like cats. I", ids(24))[0].token_ids
+    moved = llm.generate("I like cats. I like cats. I", ids(24, frequency_penalty=1.0))[0].token_ids
+    assert len(set(plain)) < 8 and len(set(moved)) > 16
+    never = llm.generate("I like cats. I like cats. I", ids(24, logit_bias={t: -100 for t in set(plain)}))[0].token_ids
+    assert not set(never) & set(plain)

@@ -3,13 +3,14 @@ import asyncio, multiprocessing, os, pickle, signal, threading, time
 
 import pytest
 
-from minisgl_edu.core import RequestError, SamplingParams
+from minisgl_edu.core import RequestError, SamplingParams, TokenLogprobs
 from minisgl_edu.messages import (AbortMsg, AsyncReceiver, Channel, ErrorInfo, FailMsg, ReadyMsg, ReplyMsg, ShutdownMsg, StatsMsg,
-    StopMsg, SubmitMsg, TokenizeMsg, TokenMsg)
+    StopMsg, SubmitMsg, TokenizeMsg, TokenMsg, TokenText)
 
 SPAWN = multiprocessing.get_context("spawn")
 EVERY = [TokenizeMsg(1, [{"role": "user", "content": "héé 🎉"}], SamplingParams(stop=["a"])), SubmitMsg(1, [1, 2], SamplingParams()), AbortMsg(1), StopMsg(1),
-         TokenMsg(1, 7, "stop", SamplingParams(), 3, 2, ErrorInfo("m", "p", "c")), ReplyMsg(1, "x", [7], "stop", 3, 1, 2, ErrorInfo("m")),
+         TokenMsg(1, 7, "stop", SamplingParams(), 3, 2, ErrorInfo("m", "p", "c"), TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))),
+         ReplyMsg(1, "x", [7], "stop", 3, 1, 2, ErrorInfo("m"), [TokenText("x", (120,), -0.5, (TokenText("x", (120,), -0.5),))]), SubmitMsg(2, [1], SamplingParams(logit_bias={5: 1}, logprobs=3)),
          StatsMsg({"running": 1}), ReadyMsg("scheduler", 3, {"a": 1}), FailMsg("scheduler", "why"), ShutdownMsg()]
 
 

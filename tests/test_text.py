@@ -269,3 +269,11 @@ def test_load_tokenizer(tmp_path, tok, caplog):
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as e: load_tokenizer(tmp_path)
     assert "cannot be loaded" in str(e.value)
     assert len(encode(tok, "word " * 9000)) > 8192 and "longer than" not in caplog.text
+
+
+def test_every_vocabulary_spells_its_tokens():
+    "Joined over the tokens, the bytes are the text; special tokens spell their names"
+    for tokenizer, texts in ((load_tokenizer(default_model()), TEXTS), (fallback_tokenizer(), ["ab a", "中 é 🙂 b"])):
+        table = token_table(tokenizer)
+        for text in texts: assert b"".join(map(table.bytes_of, encode(tokenizer, text))).decode().removeprefix(" " * (not table.is_byte_level)) == text
+    assert table.bytes_of(1) == b"<s>" and table.bytes_of(10**6) == b""

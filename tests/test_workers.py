@@ -1,12 +1,13 @@
 "The three loops, in-process; and what a worker process owes its launcher"
 import multiprocessing, os, signal, subprocess, sys, time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from minisgl_edu.core import RequestError, SamplingParams, TokenEvent
+from minisgl_edu.core import RequestError, SamplingParams, TokenEvent, TokenLogprobs
 from minisgl_edu.messages import (AbortMsg, Channel, ErrorInfo, FailMsg, ReadyMsg, ReplyMsg, ShutdownMsg, StatsMsg, StopMsg, SubmitMsg,
-    TokenizeMsg, TokenMsg, WatchMsg)
+    TokenizeMsg, TokenMsg, TokenText, WatchMsg)
 from minisgl_edu.text import TextStream, decode, encode
 from minisgl_edu.workers import DetokenizerLoop, SchedulerLoop, TokenizerLoop, WorkerArgs, tokenizer_worker
 
@@ -128,6 +129,25 @@ def test_many_interleaved_streams_keep_apart(detok, tokenizer):
     for u, t in texts.items(): assert "".join(r.text for r in replies if r.uid == u) == t
 
 
+def test_logprobs_are_spelled_and_stay_with_their_tokens(detok, tokenizer):
+    "Also where a token shows no text yet, or its text is held back, or a stop string cuts it off"
+    params = SamplingParams(logprobs=2, stop=["stop here"])
+    ids, msgs = tokens_of(tokenizer, 1, "naïve 🦩 then stop here", params)
+    space = tokenizer.encode(" then")[0]
+    msgs = [replace(m, logprobs=TokenLogprobs(-float(i), ((m.token_id, -float(i)), (space, -9.0)))) for i, m in enumerate(msgs)]
+    for batches in ([[m] for m in msgs], [msgs]):
+        replies, _ = run(detok, batches)
+        for r in replies: assert len(r.logprobs or ()) == len(r.token_ids)
+        told = [t for r in replies for t in r.logprobs or ()]
+        assert [t.logprob for t in told] == [-float(i) for i in range(len(told))] and len(told) == replies[-1].completion_tokens
+        whole = b"".join(bytes(t.bytes) for t in told).decode()
+        assert whole == "naïve 🦩 then stop here" and "".join(r.text for r in replies) == "naïve 🦩 then "
+        assert all(t.top[0] == replace(t, top=()) and t.top[1] == TokenText(" then", tuple(b" then"), -9.0) for t in told)
+        assert any("\ufffd" in t.token for t in told), "half an emoji has no text"
+    replies, _ = run(detok, [[m] for m in tokens_of(tokenizer, 2, "no numbers")[1]])
+    assert all(r.logprobs is None for r in replies)
+
+
 # --- scheduler ---
 
 class FakeScheduler:
@@ -212,6 +232,9 @@ def test_the_real_scheduler_behind_the_loop(tiny_model_dir):
         assert {m.uid for m in first} == {5, 6} and [(m.uid, m.finish_reason) for m in rest if m.finish_reason] == [(6, "abort")]
         assert not [m for m in rest if m.uid == 5], "a stopped request says no more"
         assert loop.scheduler.stats()["pages_used"] == 0
+        told = finish([SubmitMsg(7, [5, 6, 7], replace(limit(5), logprobs=2)), SubmitMsg(8, [5], replace(limit(2), logit_bias={128: 1}))])
+        assert [len(m.logprobs.top) for m in told if m.uid == 7] == [2] * 5 and [m.token_id for m in told if m.uid == 7] == [m.token_id for m in alone]
+        assert all(m.logprobs.top[0] == (m.token_id, m.logprobs.logprob) for m in told if m.uid == 7) and told[0].error.param == "logit_bias"
         loop.scheduler.check_integrity()
     finally: engine.close()
 
