@@ -22,17 +22,17 @@ from starlette.responses import Response
 # %% auto #0
 __all__ = ['NEUTRAL', 'MAX_CHOICES', 'CHARS_PER_TOKEN', 'CLIENT_CODES', 'Session', 'Metrics', 'ServiceUnavailable', 'TooBusy',
            'Sessions', 'FrontendManager', 'StreamOptions', 'Body', 'ChatBody', 'PromptBody', 'CompletionBody',
-           'sampling_params', 'check_size', 'prompts_of', 'jobs_of', 'sse', 'error_body', 'usage_of', 'Completion',
-           'Chat', 'Plain', 'event_stream', 'is_broken', 'until_disconnect', 'EventStream', 'reply_error', 'answer',
-           'ServerInfo', 'check_model', 'add_error_handlers', 'Gate', 'create_app', 'add_routes', 'add_observers',
-           'demo_page']
+           'sampling_params', 'logprobs_of', 'check_size', 'prompts_of', 'jobs_of', 'sse', 'error_body', 'usage_of',
+           'Completion', 'Chat', 'Plain', 'event_stream', 'is_broken', 'until_disconnect', 'EventStream', 'reply_error',
+           'answer', 'ServerInfo', 'check_model', 'add_error_handlers', 'Gate', 'create_app', 'add_routes',
+           'add_observers', 'demo_page']
 
-# %% ../nbs/23_server.ipynb #1817122b
-from .core import FINISH_REASONS, RequestError, SamplingParams, check_number
-from .messages import AbortMsg, AsyncReceiver, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, WatchMsg
+# %% ../nbs/23_server.ipynb #9285c41c
+from .core import FINISH_REASONS, MAX_LOGPROBS, RequestError, SamplingParams, check_number
+from .messages import AbortMsg, AsyncReceiver, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
 from .text import check_messages
 
-# %% ../nbs/23_server.ipynb #3a582550
+# %% ../nbs/23_server.ipynb #9b8f1c31
 class Session:
     "One HTTP request on its way: what its choices have said waits here until its reader takes it"
     def __init__(self,
@@ -52,7 +52,8 @@ class Session:
     ):
         "Keep a reply and wake the reader"
         older = self.unread.get(reply.uid)
-        if older: reply = replace(reply, text=older.text + reply.text, token_ids=older.token_ids + reply.token_ids)
+        if older: reply = replace(reply, text=older.text + reply.text, token_ids=older.token_ids + reply.token_ids,
+            logprobs=[*(older.logprobs or ()), *(reply.logprobs or ())] or None)
         self.unread[reply.uid] = reply
         if reply.finish_reason: self.live.discard(reply.uid)
         self.event.set()
@@ -241,17 +242,16 @@ class FrontendManager(Sessions):
         "Stop listening"
         if self._task: self._task.cancel()
 
-# %% ../nbs/23_server.ipynb #1c011bd7
+# %% ../nbs/23_server.ipynb #9c846b9d
 # Fields of the OpenAI API that ask for what we do not do, with the values that ask for nothing.
 NEUTRAL = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,),
-    "tools": ([],), "tool_choice": ("none",), "parallel_tool_calls": (), "functions": ([],), "function_call": ("none",),
+    "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",), "parallel_tool_calls": (), "functions": ([],), "function_call": ("none",),
     "response_format": ({"type": "text"},), "best_of": (1,), "echo": (False,), "suffix": ("",), "modalities": (["text"],), "audio": (),
     "prediction": (), "reasoning_effort": (), "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "web_search_options": (),
     "verbosity": (), "n": (1,), "prompt_cache_key": (), "prompt_cache_options": (), "prompt_cache_retention": (), "safety_identifier": (), "moderation": (),
 }
 
-# %% ../nbs/23_server.ipynb #62b434ca
+# %% ../nbs/23_server.ipynb #8345185e
 class StreamOptions(BaseModel):
     "How to stream"
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -271,6 +271,10 @@ class Body(BaseModel):
     max_tokens: int|None = None       # New tokens at most
     seed: int|None = None
     stop: str|list[str]|None = None
+    presence_penalty: float|None = None   # Default 0, as the next
+    frequency_penalty: float|None = None
+    repetition_penalty: float|None = None # Default 1
+    logit_bias: dict[str, float]|None = None # Token id, in quotes as JSON's keys are -> addend
     ignore_eos: bool|None = None
     skip_special_tokens: bool|None = None
     user: str|None = None             # A label of the client's own
@@ -284,12 +288,14 @@ class Body(BaseModel):
         if self.stream_options and not self.stream: raise RequestError("stream_options needs stream to be true", "stream_options")
         if self.stream_options and self.stream_options.include_obfuscation: raise RequestError("include_obfuscation=True is not supported", "stream_options")
 
-# %% ../nbs/23_server.ipynb #9f6150f3
+# %% ../nbs/23_server.ipynb #b4ef5163
 class ChatBody(Body):
     "`/v1/chat/completions`"
     messages: list[dict[str, Any]]           # The conversation so far
     max_completion_tokens: int|None = None   # The newer name of `max_tokens`
     n: int|None = None                       # Answers to the same messages
+    logprobs: bool|None = None               # Tell how likely each token was
+    top_logprobs: int|None = None            # And this many likeliest ones in its place
 
 class PromptBody(Body):
     "`/generate`"
@@ -299,21 +305,39 @@ class CompletionBody(PromptBody):
     "`/v1/completions`"
     n: int|None = None                       # Answers to each prompt
     echo: bool|None = None                   # Begin each answer with its prompt
+    logprobs: int|None = None                # Tell how likely each token was, and this many likeliest ones
 
-# %% ../nbs/23_server.ipynb #4c45c834
+# %% ../nbs/23_server.ipynb #528cf4c2
 def sampling_params(
     body:Body,                    # A parsed body
     default_max_tokens:int|None   # When the client names no limit; None is the room left
 )->SamplingParams:
     "The sampling part of a body, checked"
     body.check()
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "skip_special_tokens")
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
     given = {n: v for n in names if (v := getattr(body, n)) is not None}
+    if body.logit_bias:
+        bad = next((k for k in body.logit_bias if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
+        if bad is not None: raise RequestError(f"logit_bias names token {bad!r}; token ids are integers from 0 on", "logit_bias")
+        given["logit_bias"] = {int(k): v for k, v in body.logit_bias.items()}
     limit, newer = body.max_tokens, getattr(body, "max_completion_tokens", None)
     if None not in (limit, newer) and limit != newer:
         raise RequestError(f"max_tokens={limit} and max_completion_tokens={newer} disagree; give one", "max_completion_tokens")
     limit = newer if limit is None else limit
-    return SamplingParams(max_tokens=default_max_tokens if limit is None else limit, **given)
+    return SamplingParams(max_tokens=default_max_tokens if limit is None else limit, logprobs=logprobs_of(body), **given)
+
+def logprobs_of(
+    body:Body # A parsed body
+)->int|None: # Likeliest tokens to tell beside each one; None tells nothing
+    "The two ways of asking for log-probabilities, brought to one"
+    wish = getattr(body, "logprobs", None)
+    if not isinstance(body, ChatBody):
+        if wish is not None and getattr(body, "echo", None): raise RequestError("echo=True with logprobs is not supported: a prompt's tokens have none here", "echo")
+        return wish
+    if body.top_logprobs is not None:
+        if not wish: raise RequestError(f"top_logprobs={body.top_logprobs} needs logprobs to be true", "top_logprobs")
+        check_number("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, whole=True)
+    return (body.top_logprobs or 0) if wish else None
 
 # %% ../nbs/23_server.ipynb #e501afd4
 MAX_CHOICES = 128     # answers in one request
@@ -382,7 +406,7 @@ def usage_of(
     completion = sum(r.completion_tokens for r in ends.values())
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, "prompt_tokens_details": {"cached_tokens": cached}}
 
-# %% ../nbs/23_server.ipynb #9ae03b52
+# %% ../nbs/23_server.ipynb #cf0cab7b
 class Completion:
     "The dialect of `/v1/completions`"
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -394,16 +418,27 @@ class Completion:
     ):
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.include_usage, self.n, self.echoes = include_usage, n, echoes
+        self.offsets = Counter() # characters of each choice so far
 
     def openings(self)->list[dict]: return [self.content(t) for t in self.echoes]  # each choice's chunk that precedes all others
     def content(self, text)->dict: return {"text": text}  # a piece of text in a chunk
     def closing(self)->dict: return {"text": ""}          # the last chunk's content
     def full(self, text)->dict: return {"text": text}     # the text in a whole answer
 
+    def logprobs(self, index, tokens:list[TokenText]|None)->dict|None:
+        "Log-probabilities as this dialect spells them"
+        if not tokens: return None
+        starts = []
+        for t in tokens:
+            starts.append(self.offsets[index])
+            self.offsets[index] += sum(b & 0xC0 != 0x80 for b in t.bytes)  # bytes that begin a character
+        return {"tokens": [t.token for t in tokens], "token_logprobs": [t.logprob for t in tokens],
+                "top_logprobs": [{**{o.token: o.logprob for o in t.top}, t.token: t.logprob} for t in tokens], "text_offset": starts}
+
     def _document(self, kind, choices): return {"id": self.head["id"], "object": kind, **{k: self.head[k] for k in ("created", "model")}, "choices": choices}
-    def chunk(self, index, content, finish_reason=None):
+    def chunk(self, index, content, finish_reason=None, tokens=None):
         "One chunk of the stream"
-        doc = self._document(self.chunk_object, [{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}])
+        doc = self._document(self.chunk_object, [{"index": index, **content, "logprobs": self.logprobs(index, tokens), "finish_reason": finish_reason}])
         return {**doc, "usage": None} if self.include_usage else doc
     def usage_chunk(self, ends):
         "The extra chunk with the token counts"
@@ -411,10 +446,11 @@ class Completion:
     def whole(self, choices:list[list[ReplyMsg]]):
         "The answer in one piece, from all replies of each choice"
         def text(i, replies): return "".join([*self.echoes[i:i + 1], *(r.text for r in replies)])
-        docs = [{"index": i, **self.full(text(i, c)), "logprobs": None, "finish_reason": c[-1].finish_reason} for i, c in enumerate(choices)]
+        docs = [{"index": i, **self.full(text(i, c)), "logprobs": self.logprobs(i, [t for r in c for t in r.logprobs or ()]), "finish_reason": c[-1].finish_reason}
+            for i, c in enumerate(choices)]
         return {**self._document(self.whole_object, docs), "usage": usage_of({i: c[-1] for i, c in enumerate(choices)}, self.n)}
 
-# %% ../nbs/23_server.ipynb #42b95330
+# %% ../nbs/23_server.ipynb #51512fb9
 class Chat(Completion):
     "The dialect of `/v1/chat/completions`"
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -422,17 +458,20 @@ class Chat(Completion):
     def content(self, text): return {"delta": {"content": text}}
     def closing(self): return {"delta": {}}
     def full(self, text): return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def logprobs(self, index, tokens):
+        def spell(t): return {"token": t.token, "logprob": t.logprob, "bytes": list(t.bytes)}
+        return {"content": [{**spell(t), "top_logprobs": [spell(o) for o in t.top]} for t in tokens], "refusal": None} if tokens else None
 
 class Plain(Completion):
     "The dialect of `/generate`: text, token ids and little else"
-    def chunk(self, index, content, finish_reason=None): return {**content, "finish_reason": finish_reason}
+    def chunk(self, index, content, finish_reason=None, tokens=None): return {**content, "finish_reason": finish_reason}
     def usage_chunk(self, ends): return {"text": "", "usage": usage_of(ends)}
     def whole(self, choices):
         replies, = choices
         return {"text": "".join(r.text for r in replies), "token_ids": [t for r in replies for t in r.token_ids],
                 "finish_reason": replies[-1].finish_reason, "usage": usage_of({0: replies[-1]})}
 
-# %% ../nbs/23_server.ipynb #41143c5e
+# %% ../nbs/23_server.ipynb #e6279ea9
 async def event_stream(
     replies:AsyncIterator[tuple[int, ReplyMsg]], # One session's replies, each with its choice
     dialect:Completion                           # How to spell them
@@ -445,10 +484,10 @@ async def event_stream(
             message = reply.error.message if reply.error else "the request was aborted"
             yield sse(error_body(message, "server_error", code=reply.error and reply.error.code))
             return
-        if reply.text: yield sse(dialect.chunk(i, dialect.content(reply.text)))
+        if reply.text: yield sse(dialect.chunk(i, dialect.content(reply.text), tokens=reply.logprobs))
         if reply.finish_reason:
             ends[i] = reply
-            yield sse(dialect.chunk(i, dialect.closing(), reply.finish_reason))
+            yield sse(dialect.chunk(i, dialect.closing(), reply.finish_reason, None if reply.text else reply.logprobs))
     if dialect.include_usage: yield sse(dialect.usage_chunk(ends))
     yield sse("[DONE]")
 

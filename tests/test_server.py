@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 from minisgl_edu.core import RequestError, SamplingParams
-from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, WatchMsg
+from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
 from minisgl_edu.server import FrontendManager, ServerInfo, Session, create_app, prompts_of
 
 
@@ -103,7 +103,8 @@ BAD = [
     ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"), ({"top_k": 0}, "top_k"), ({"min_p": 2}, "min_p"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"), ({"stop": ""}, "stop"), ({"stop": [1]}, "stop"), ({"seed": "x"}, "seed"), ({"n": 0}, "n"), ({"n": 1000}, "n"),
-    ({"n": True}, "n"), ({"logprobs": True}, "logprobs"), ({"frequency_penalty": 0.1}, "frequency_penalty"), ({"tools": [{}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"n": True}, "n"), ({"logprobs": "x"}, "logprobs"), ({"frequency_penalty": 2.1}, "frequency_penalty"), ({"presence_penalty": -2.5}, "presence_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {"5": 101}}, "logit_bias"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"), ({"top_logprobs": 2}, "top_logprobs"), ({"tools": [{}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"stream": "yes"}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"), ({"nonsense": 1}, "nonsense"), ({"ignore_eos": 1}, "ignore_eos"),
 ]
 
@@ -335,6 +336,56 @@ def test_echo_begins_each_choice_with_its_prompt():
     *chunks, _ = events_of(Engine().post(TEXT, stream=True, **body))
     assert ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) for i in range(4)] == ["Say Hello"] * 2 + ["Cry Hello"] * 2
     assert Engine().post(TEXT, prompt=[1, 2], echo=True).json()["error"]["param"] == "echo"
+
+
+# --- penalties, bias, log-probabilities
+
+def test_penalties_and_bias_reach_the_engine():
+    engine = Engine()
+    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "x"}), (GEN, {"prompt": "x"})):
+        assert engine.post(path, presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={"7": -100, "50": 3.5}, **body).status_code == 200
+    for m in engine.sent: assert (m.params.presence_penalty, m.params.frequency_penalty, m.params.repetition_penalty, m.params.logit_bias) == (1, -0.5, 1.25, ((7, -100), (50, 3.5)))
+
+
+TOLD = [TokenText("Hé", tuple("Hé".encode()), -0.5, (TokenText("Hé", tuple("Hé".encode()), -0.5), TokenText("Ho", (72, 111), -1.5))),
+        TokenText("\ufffd", (0xF0, 0x9F), -2.0, ()), TokenText("\ufffd", (0x99, 0x82), -0.25, ()), TokenText("<end>", tuple(b"<end>"), -3.0, ())]
+
+
+class Teller(Engine):
+    async def serve(self, uid):
+        await asyncio.sleep(0)
+        for text, told, end in (("Hé", TOLD[:1], None), ("🙂", TOLD[1:3], None), ("", TOLD[3:], "stop")):
+            self.frontend.deliver([ReplyMsg(uid, text, [1] * len(told), end, 5, 4, 0, logprobs=told)])
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_chat(stream):
+    engine = Teller()
+    r = engine.post(CHAT, messages=HI, logprobs=True, top_logprobs=2, stream=stream)
+    assert engine.sent[0].params.logprobs == 2
+    docs = [c["choices"][0]["logprobs"] for c in events_of(r)[:-1]] if stream else [r.json()["choices"][0]["logprobs"]]
+    content = [entry for d in docs if d for entry in d["content"]]
+    assert [(c["token"], c["logprob"], c["bytes"]) for c in content] == [(t.token, t.logprob, list(t.bytes)) for t in TOLD]
+    assert [c["token"] for c in content[0]["top_logprobs"]] == ["Hé", "Ho"] and set(content[0]["top_logprobs"][1]) == {"token", "logprob", "bytes"}
+    if stream: assert docs[0] is None and all(d is None or d["refusal"] is None for d in docs)
+    plain, bare = Engine(), Engine()
+    assert plain.post(CHAT, messages=HI, logprobs=True).status_code == 200 and plain.sent[0].params.logprobs == 0
+    assert bare.post(CHAT, messages=HI, logprobs=False).json()["choices"][0]["logprobs"] is None and bare.sent[0].params.logprobs is None
+    for bad in ({"logprobs": False, "top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": -1}, {"logprobs": 2}): assert Engine().post(CHAT, messages=HI, **bad).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_completion(stream):
+    engine = Teller()
+    r = engine.post(TEXT, prompt="x", logprobs=2, stream=stream, n=2)
+    assert engine.sent[0].params.logprobs == 2
+    for i in range(2):
+        docs = [c["choices"][0]["logprobs"] for c in events_of(r)[:-1] if c["choices"][0]["index"] == i] if stream else [r.json()["choices"][i]["logprobs"]]
+        joined = {key: [x for d in docs if d for x in d[key]] for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        assert joined["tokens"] == [t.token for t in TOLD] and joined["token_logprobs"] == [-0.5, -2.0, -0.25, -3.0] and joined["text_offset"] == [0, 2, 3, 3]
+        assert joined["top_logprobs"][0] == {"Hé": -0.5, "Ho": -1.5} and joined["top_logprobs"][3] == {"<end>": -3.0}
+    assert Engine().post(TEXT, prompt="x", logprobs=1, echo=True).json()["error"]["param"] == "echo" and Engine().post(TEXT, prompt="x", logprobs=21).status_code == 400
 
 
 # --- limits
