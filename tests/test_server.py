@@ -3,6 +3,7 @@ import asyncio, json
 
 import httpx
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from minisgl_edu.core import RequestError, SamplingParams
 from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
@@ -590,3 +591,42 @@ def test_every_documented_parameter_is_supported_or_refused_by_name():
         for value in (True, 3.5, "x", {"a": 1}, ["x"]):
             r = Engine().post(CHAT, messages=HI, **{name: value})
             assert r.status_code == 400 and name in r.json()["error"]["message"], (name, value)
+
+
+# --- fuzz: bodies made from the app's own OpenAPI document
+
+def fields_of(path):
+    "Names of the fields that the document gives for a path, and one that it does not"
+    schema = create_app(Engine().frontend, ServerInfo("toy", 64)).openapi()
+    ref = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    return sorted(schema["components"]["schemas"][ref.rsplit("/", 1)[1]]["properties"]) + ["tools", "\ud800"]
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)
+SENSIBLE = st.sampled_from([0, 1, 2, 0.5, True, "x", ["a", "b"], [1, 2], HI, {"include_usage": True}, {"5": 1.0}])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, GEN])
+def test_no_body_makes_a_server_error_or_a_hang(path):
+    engine, start = Engine(), {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+    seen = set()
+    async def send(client, raw):
+        r = await asyncio.wait_for(client.post(path, content=raw, headers={"content-type": "application/json"}), 10)
+        assert r.status_code < 500, (raw, r.text)
+        if r.status_code >= 400: assert r.json()["error"]["message"], raw
+        assert not engine.frontend.sessions and not engine.frontend.waiting
+        seen.add(r.status_code)
+    loop = asyncio.new_event_loop()
+    try:
+        client = engine.client()
+        @settings(max_examples=250)
+        @given(st.dictionaries(st.sampled_from(fields_of(path)), SENSIBLE | JSON, max_size=4))
+        def mixed(body): loop.run_until_complete(send(client, json.dumps(start | body).encode()))
+        @settings(max_examples=60)
+        @given(st.binary(max_size=200) | JSON.map(lambda x: json.dumps(x).encode()))
+        def garbage(raw): loop.run_until_complete(send(client, raw))
+        mixed()
+        garbage()
+        loop.run_until_complete(client.aclose())
+    finally: loop.close()
+    assert 200 in seen and 400 in seen
