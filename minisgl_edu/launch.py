@@ -327,7 +327,7 @@ def start_server(
     if bad := sorted(set(options) - known): raise TypeError(f"start_server got unknown keyword(s) {', '.join(bad)}; it takes {', '.join(sorted(known))}")
     return ServerHandle(replace(config, **options) if config else ServerConfig(**options))
 
-# %% ../nbs/24_launch.ipynb #5ece9c42
+# %% ../nbs/24_launch.ipynb #dbed5fb2
 class _Stop(BaseException):
     "Ctrl-C or SIGTERM"
 
@@ -355,5 +355,5 @@ def serve(
 
 def _greeting(handle)->str:
     body = f'{{"model": "{handle.model_name}", "stream": true, "temperature": 0, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-    return (f"{handle.model_name} is served at {handle.url} (Ctrl-C ends it). Try:\n"
+    return (f"{handle.model_name} is served at {handle.url} (Ctrl-C ends it). Open it in a browser, or try:\n"
         f"  curl -N {handle.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'")
