@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     keywords=cfg["keywords"],
     packages=find_packages(include=["minisgl_edu", "minisgl_edu.*"]),
-    include_package_data=True,
+    package_data={"minisgl_edu": ["*.html"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={"dev": cfg["dev_requirements"].split()},

@@ -1549,7 +1549,7 @@ def tokenizer_workers(device="cpu", quick=False, seed=0):
     for process, control, _, _ in started: control.send(ShutdownMsg()); process.join(10)
     return rows
 
-# %% ../nbs/23_server.ipynb #49f8c027
+# %% ../nbs/23_server.ipynb #6d36321c
 @experiment("23_server", title="Waking a request: events against polling", units={"wake_ms": "ms"})
 def server(device="cpu", quick=False, seed=0):
     "Time from a reply's delivery to its reader, by way of waiting"
@@ -1561,22 +1561,21 @@ def server(device="cpu", quick=False, seed=0):
 
     async def polled(session, interval):
         while True:
-            while session.replies:
-                reply = session.replies.pop(0)
-                yield reply
-                if reply.finish_reason: return
+            unread, session.unread = session.unread, {}
+            for reply in unread.values(): yield 0, reply
+            if session.finished: return
             await asyncio.sleep(interval)
 
     async def trial(interval, count):
         session, waits, sent = Session(0), [], {}
         async def read():
-            async for reply in (polled(session, interval) if interval else session):
-                waits.append((time.perf_counter() - sent[reply.completion_tokens]) * 1e3)
+            async for _, reply in (polled(session, interval) if interval else session):
+                waits.extend((time.perf_counter() - sent[i]) * 1e3 for i in reply.token_ids)
         loop = asyncio.get_running_loop()
         def engine():  # a thread of its own: replies come when they come, not when the loop has just woken
             for i in range(count):
                 time.sleep(rng.uniform(0.005, 0.02))
-                reply = ReplyMsg(0, completion_tokens=i, finish_reason="stop" if i == count - 1 else None)
+                reply = ReplyMsg(0, token_ids=[i], finish_reason="stop" if i == count - 1 else None)
                 sent[i] = time.perf_counter()
                 loop.call_soon_threadsafe(session.deliver, reply)
         task = asyncio.create_task(read())

@@ -12,7 +12,7 @@ from .core import RequestError, SamplingParams, TokenLogprobs
 
 # %% auto #0
 __all__ = ['ErrorInfo', 'TokenizeMsg', 'SubmitMsg', 'AbortMsg', 'StopMsg', 'TokenMsg', 'TokenText', 'ReplyMsg', 'StatsMsg',
-           'ReadyMsg', 'FailMsg', 'ShutdownMsg', 'Channel', 'AsyncReceiver']
+           'WatchMsg', 'ReadyMsg', 'FailMsg', 'ShutdownMsg', 'Channel', 'AsyncReceiver']
 
 # %% ../nbs/21_messages.ipynb #ace0d291
 class ErrorInfo(NamedTuple):
@@ -88,11 +88,16 @@ class ReplyMsg:
     error: ErrorInfo|None = None     # Why, when `finish_reason` is "error"
     logprobs: list[TokenText]|None = None # One for each of `token_ids`, where the request asks for them
 
-# %% ../nbs/21_messages.ipynb #ceef3dbd
+# %% ../nbs/21_messages.ipynb #509302c0
 @dataclass(frozen=True)
 class StatsMsg:
     "Scheduler to frontend: the scheduler's counters, now and then"
     stats: dict
+
+@dataclass(frozen=True)
+class WatchMsg:
+    "Frontend to tokenizer to scheduler: somebody looks, so let the stats hold the page map for a while"
+    seconds: float = 2.0
 
 @dataclass(frozen=True)
 class ReadyMsg:

@@ -108,7 +108,7 @@ def make_prefix_cache(
     if cache == "naive": return NaivePrefixCache()
     raise ValueError(f"cache={cache!r} is unknown: use 'radix', 'naive', or a class called as cache(num_pages, page_size)")
 
-# %% ../nbs/14_resources.ipynb #e688647c
+# %% ../nbs/14_resources.ipynb #a3c4ba38
 class PageSource:
     "Pages that nobody owns: free ones, and those that the prefix cache keeps"
     def __init__(self,
@@ -148,6 +148,20 @@ class PageSource:
         short = num_pages - self.allocator.num_free
         if short > 0: self.allocator.free(self.prefix_cache.evict(short))
         return self.allocator.allocate(num_pages)
+
+    def page_map(self,
+        live_reqs:Iterable[Req], # All requests that hold pages
+        most:int=2048            # Longest answer; in a larger pool, one character for several pages
+    )->str: # "." free, "c" cached, "s" cached and named by a request, "u" one request's own
+        "Where every page is, at a glance"
+        codes = np.ones(self.num_pages, dtype=np.uint8)
+        codes[self.allocator.free_pages] = 0
+        for req in live_reqs:
+            shared = req.shared_len // self.page_size
+            codes[req.pages[:shared]], codes[req.pages[shared:]] = 2, 3
+        per = -(-self.num_pages // most)
+        strongest = np.pad(codes, (0, -self.num_pages % per)).reshape(-1, per).max(1)
+        return np.frombuffer(b".csu", dtype=np.uint8)[strongest].tobytes().decode()
 
 # %% ../nbs/14_resources.ipynb #b85b5a45
 class CacheManager(PageSource):

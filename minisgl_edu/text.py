@@ -11,8 +11,8 @@ from .checkpoint import has_tokenizer
 from .core import RequestError
 
 # %% auto #0
-__all__ = ['load_tokenizer', 'encode_chat', 'encode', 'decode', 'byte_alphabet', 'TokenTable', 'token_table', 'ByteDetokenizer',
-           'WindowDetokenizer', 'Detokenizer', 'StopChecker', 'TextStream']
+__all__ = ['load_tokenizer', 'check_messages', 'encode_chat', 'encode', 'decode', 'byte_alphabet', 'TokenTable', 'token_table',
+           'ByteDetokenizer', 'WindowDetokenizer', 'Detokenizer', 'StopChecker', 'TextStream']
 
 # %% ../nbs/19_text.ipynb #1eaa024f
 def load_tokenizer(
@@ -38,37 +38,54 @@ def _check_text(
     except UnicodeEncodeError as e: raise RequestError(f"{what} is not valid Unicode: lone surrogate at position {e.start}", param) from None
     return text
 
-# %% ../nbs/19_text.ipynb #49ca8069
-ROLES = ("system", "user", "assistant")
+# %% ../nbs/19_text.ipynb #dd898307
+ROLES = ("developer", "system", "user", "assistant", "tool")
 
 def _check_message(
     message, # One entry of `messages`
     i:int    # Its index
-)->dict: # {"role", "content"}, content as one string
-    "Check one chat message; content may be a string or a list of text parts"
+)->dict: # {"role", "content"} and perhaps "name" or "tool_call_id": all strings
+    "Check one chat message"
     what = f"messages[{i}]"
     if not isinstance(message, dict): raise RequestError(f"{what} must be an object with role and content, got {type(message).__name__}", "messages")
     if message.get("role") not in ROLES: raise RequestError(f"{what}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r}", "messages")
-    extra = [k for k, v in message.items() if k not in ("role", "content") and v is not None]
-    if extra: raise RequestError(f"{what}.{extra[0]} is not supported", "messages")
+    extra = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+    for name, value in extra.items():
+        if name not in ("name", "tool_call_id"): raise RequestError(f"{what}.{name} is not supported", "messages")
+        _check_text(value, "messages", f"{what}.{name}")
     content = message.get("content")
+    if content is None and message["role"] == "assistant": content = ""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text": raise RequestError(f"{what}.content may only hold parts of type text", "messages")
         content = "".join(_check_text(part.get("text"), "messages", f"{what}.content") for part in content)
-    return dict(role=message["role"], content=_check_text(content, "messages", f"{what}.content"))
+    return dict(role=message["role"], content=_check_text(content, "messages", f"{what}.content"), **extra)
 
-# %% ../nbs/19_text.ipynb #7fd38b35
+# %% ../nbs/19_text.ipynb #a43d5743
+def check_messages(
+    messages:list[dict] # As a client sent them
+)->list[dict]: # New ones, with one string as each content
+    "Everything that can be wrong with a conversation, whatever the model"
+    if not isinstance(messages, (list, tuple)) or not messages: raise RequestError("messages must be a non-empty list", "messages")
+    return [_check_message(m, i) for i, m in enumerate(messages)]
+
+# %% ../nbs/19_text.ipynb #2688e23b
 def encode_chat(
     tokenizer,          # A transformers tokenizer
     messages:list[dict] # OpenAI-style: role and content
 )->list[int]: # Token ids that end where the assistant's answer begins
     "Lay a conversation out as the model was trained to read it"
-    if not isinstance(messages, (list, tuple)) or not messages: raise RequestError("messages must be a non-empty list", "messages")
-    checked = [_check_message(m, i) for i, m in enumerate(messages)]
-    if not getattr(tokenizer, "chat_template", None): raise RequestError("this model has no chat template; send a plain prompt instead", "messages")
-    try: return list(tokenizer.apply_chat_template(checked, add_generation_prompt=True, tokenize=True, return_dict=False))
+    checked, template = check_messages(messages), getattr(tokenizer, "chat_template", None)
+    if not template: raise RequestError("this model has no chat template; send a plain prompt instead", "messages")
+    for i, m in enumerate(checked):
+        if "name" in m and not re.search(r"\bname\b", str(template)): raise RequestError(f"messages[{i}].name is not supported by this model's chat template", "messages")
+        if m["role"] == "developer" and "developer" not in str(template): m["role"] = "system"
+    try: text = tokenizer.apply_chat_template(checked, add_generation_prompt=True, tokenize=False)
     except Exception as e: raise RequestError(f"the model's chat template refuses these messages: {e}", "messages") from None
+    for sent, m in zip(messages, checked):
+        if m["role"] not in ("user", "assistant") and m["content"].strip() not in text:
+            raise RequestError(f"this model's chat template has no place for the role {sent['role']!r}", "messages")
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 # %% ../nbs/19_text.ipynb #1098b2c4
 def encode(

@@ -13,7 +13,7 @@ from typing import Any, Callable
 from .core import RequestError, SamplingParams, TokenEvent, TokenLogprobs
 from .distributed import TPGroup, init_tp, rank_device
 from .messages import (AbortMsg, Channel, ErrorInfo, FailMsg, ReadyMsg, ReplyMsg, ShutdownMsg, StatsMsg, StopMsg,
-    SubmitMsg, TokenizeMsg, TokenMsg, TokenText)
+    SubmitMsg, TokenizeMsg, TokenMsg, TokenText, WatchMsg)
 
 # %% auto #0
 __all__ = ['IDLE_SECONDS', 'TokenizerLoop', 'spell_logprobs', 'DetokenizerLoop', 'SchedulerLoop', 'receive', 'Seat', 'WorkerArgs',
@@ -31,7 +31,7 @@ def _refusal(
     if not isinstance(error, RequestError): _log.error("request %d failed: %r", uid, error)
     return ReplyMsg(uid, finish_reason="error", error=ErrorInfo.of(error))
 
-# %% ../nbs/22_workers.ipynb #f225a084
+# %% ../nbs/22_workers.ipynb #33279629
 class TokenizerLoop:
     "Prompts in, token ids out; a prompt it refuses goes back to the frontend"
     def __init__(self,
@@ -39,12 +39,12 @@ class TokenizerLoop:
     ): self.encode = encode
 
     def handle(self,
-        msgs:list[TokenizeMsg|AbortMsg]
+        msgs:list[TokenizeMsg|AbortMsg|WatchMsg]
     )->tuple[list,list[ReplyMsg]]: # For the scheduler, for the frontend
         "Work through messages in order: an abort leaves behind its request"
         forward, refused = [], []
         for m in msgs:
-            if isinstance(m, AbortMsg): forward.append(m); continue
+            if isinstance(m, (AbortMsg, WatchMsg)): forward.append(m); continue
             try: forward.append(SubmitMsg(m.uid, self.encode(m.prompt), m.params))
             except Exception as e: refused.append(_refusal(m.uid, e))
         return forward, refused
@@ -127,13 +127,13 @@ class SchedulerLoop:
     ):
         self.scheduler = scheduler
         self.params: dict[int, SamplingParams] = {}  # of requests that no message has gone out for
-        self.stats, self.stats_at = None, -1.0
+        self.stats, self.stats_at, self.watched_until = None, -1.0, -1.0
 
     @property
     def has_work(self)->bool: return self.scheduler.has_work
 
     def handle(self,
-        msgs:list[SubmitMsg|AbortMsg|StopMsg]
+        msgs:list[SubmitMsg|AbortMsg|StopMsg|WatchMsg]
     )->list[TokenMsg]: # Refusals, for the detokenizer
         "Take messages in order"
         refused = []
@@ -143,6 +143,7 @@ class SchedulerLoop:
                 except RequestError as e: refused.append(TokenMsg(m.uid, None, "error", m.params, len(m.input_ids), 0, ErrorInfo.of(e)))
                 else: self.params[m.uid] = m.params
             elif isinstance(m, AbortMsg): self.scheduler.abort(m.uid)
+            elif isinstance(m, WatchMsg): self.watched_until = time.monotonic() + m.seconds
             else: self.scheduler.stop(m.uid)
         return refused
 
@@ -161,6 +162,7 @@ class SchedulerLoop:
         "The scheduler's counters if they changed: now and then, and at once when it falls idle"
         if self.has_work and now < self.stats_at + self.STATS_SECONDS: return []
         stats, before = self.scheduler.stats(), self.stats
+        if now < self.watched_until: stats["pages"] = self.scheduler.cache.page_map(self.scheduler.holders())
         if stats == before: return []
         self.stats, self.stats_at = stats, now
         return [StatsMsg(stats)]

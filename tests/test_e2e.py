@@ -96,6 +96,67 @@ def test_seed_repeats_and_token_id_prompts(server, client, model, tokenizer):
     assert tokenizer.decode(r["token_ids"]) == r["text"] and r["usage"]["completion_tokens"] == 6
 
 
+def test_several_choices_echo_and_lists(server, client, model, tokenizer):
+    one = client.completions.create(model=model, prompt="Once upon a time", max_tokens=8, temperature=0.9, seed=5)
+    four = client.completions.create(model=model, prompt=["Once upon a time", "The sea"], max_tokens=8, temperature=0.9, seed=5, n=2, echo=True)
+    texts = [c.text for c in four.choices]
+    assert [c.index for c in four.choices] == [0, 1, 2, 3] and texts[0] == "Once upon a time" + one.choices[0].text and texts[1] != texts[0]
+    assert all(t.startswith(p) for t, p in zip(texts, ["Once upon a time"] * 2 + ["The sea"] * 2))
+    assert four.usage.prompt_tokens == sum(len(tokenizer.encode(p)) for p in ("Once upon a time", "The sea")) and four.usage.completion_tokens == 32
+    ids = client.completions.create(model=model, prompt=[tokenizer.encode("Once upon a time"), tokenizer.encode("The sea")], max_tokens=8, temperature=0.9, seed=5)
+    assert ["Once upon a time" + ids.choices[0].text, "The sea" + ids.choices[1].text] == [texts[0], texts[2]]
+    chat = client.chat.completions.create(model=model, messages=QUESTION, n=3, max_tokens=6, **GREEDY)
+    streamed = {i: "" for i in range(3)}
+    for chunk in client.chat.completions.create(model=model, messages=QUESTION, n=3, max_tokens=6, stream=True, **GREEDY):
+        for c in chunk.choices: streamed[c.index] += c.delta.content or ""
+    assert [c.message.content for c in chat.choices] == list(streamed.values()) and len(set(streamed.values())) == 1
+    assert_idle(server)
+
+
+def test_logprobs_bias_and_penalties(client, model, tokenizer):
+    chat = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=6, logprobs=True, top_logprobs=3, **GREEDY)
+    content = chat.choices[0].logprobs.content
+    assert b"".join(bytes(c.bytes) for c in content).decode() == "".join(c.token for c in content) == chat.choices[0].message.content
+    assert all(len(c.top_logprobs) == 3 and c.top_logprobs[0].token == c.token and c.top_logprobs[0].logprob == c.logprob <= 0 for c in content)  # greedy: the likeliest
+    whole = client.completions.create(model=model, prompt="Once upon a time", max_tokens=5, logprobs=2, **GREEDY).choices[0]
+    assert "".join(whole.logprobs.tokens) == whole.text and whole.logprobs.text_offset[0] == 0 and len(whole.logprobs.top_logprobs) == 5
+    assert all(whole.text[at:].startswith(token) for at, token in zip(whole.logprobs.text_offset, whole.logprobs.tokens))
+    sea, = tokenizer.encode(" sea")
+    biased = client.completions.create(model=model, prompt="Once upon a time", max_tokens=3, logit_bias={str(sea): 100}, **GREEDY)
+    assert biased.choices[0].text == " sea sea sea"
+    varied = client.completions.create(model=model, prompt="Once upon a time", max_tokens=3, logit_bias={str(sea): 10}, presence_penalty=2, frequency_penalty=2, **GREEDY)
+    assert varied.choices[0].text != biased.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="49152"): client.completions.create(model=model, prompt="x", logit_bias={"49152": 1})
+
+
+def test_roles_and_content_parts(client, model):
+    parts = [{"role": "developer", "content": "Answer in one word."}, {"role": "user", "content": [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}]}]
+    plain = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "What is the capital of France?"}]
+    a, b = (client.chat.completions.create(model=model, messages=m, max_completion_tokens=8, **GREEDY) for m in (parts, plain))
+    assert a.choices[0].message.content == b.choices[0].message.content and a.usage.prompt_tokens == b.usage.prompt_tokens
+    with client.chat.completions.stream(model=model, messages=plain, max_tokens=8, **GREEDY) as stream:  # the client's own streaming helper
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.content == b.choices[0].message.content
+
+
+def test_metrics_and_stats(server, client, model):
+    def numbers(): return dict(line.rsplit(" ", 1) for line in httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines() if line[0] != "#")
+    before = numbers()
+    client.completions.create(model=model, prompt="Once upon a time in a land", max_tokens=4)
+    assert_idle(server)
+    after = numbers()
+    def gained(name): return float(after[name]) - float(before[name])
+    assert gained("minisgl_requests_total{finish_reason=\"length\"}") == 1 and gained("minisgl_tokens_total{kind=\"generated\"}") == 4
+    assert gained("minisgl_time_to_first_token_seconds_count") == 1 and gained("minisgl_request_seconds_count") == 1
+    deadline = time.monotonic() + 20
+    while "pages" not in (stats := httpx.get(f"{server.url}/stats", timeout=30).json())["scheduler"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    scheduler = stats["scheduler"]
+    assert set(scheduler["pages"]) <= set(".csu") and stats["totals"]["prompt_tokens"] > 0
+    if scheduler["pages_total"] <= 2048: assert scheduler["pages"].count(".") == scheduler["pages_free"]
+
+
 BAD = [
     ("/v1/completions", {"prompt": ""}, 400, "prompt"), ("/v1/completions", {"prompt": []}, 400, "prompt"), ("/v1/completions", {"prompt": [10**6]}, 400, "prompt"),
     ("/v1/completions", {"prompt": [-1]}, 400, "prompt"), ("/v1/completions", {"prompt": "x " * 3000}, 400, "1024"), ("/v1/completions", {"prompt": "x " * 3000, "stream": True}, 400, "1024"),
@@ -103,7 +164,7 @@ BAD = [
     ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"), ("/v1/completions", {"prompt": "x", "temperature": -0.5}, 400, "temperature"),
     ("/v1/completions", {"prompt": "x", "top_p": 0}, 400, "top_p"), ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "gpt-9"), ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"), ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": "x"}, 400, "messages"), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3}, 400, "n"),
+    ("/v1/chat/completions", {"messages": "x"}, 400, "messages"), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 1000}, 400, "n"),
 ]
 
 

@@ -197,3 +197,19 @@ def test_random_lives_leave_nothing_behind(page_size, lives, keeps):
         finish(live.pop(), table, cache)
         cache.check_integrity(live); table.check_integrity(live)
     assert cache.available_pages == num_pages and cache.prefix_cache.protected_pages == 0 and table.num_free == 3
+
+
+def test_the_page_map_shows_each_page_once():
+    cache = CacheManager(10, 2, make_prefix_cache("radix", 10, 2))
+    a, b = Req(0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=4)), Req(1, [1, 2, 3, 4, 9, 9, 9], SamplingParams(max_tokens=4))
+    for req in (a, b):
+        match = cache.match(req.input_ids)
+        cache.lock(match.handle)
+        req.handle, req.shared_len, req.cached_len = match.handle, match.num_tokens, req.prompt_len
+        req.pages = match.pages + cache.allocate(-(-req.prompt_len // 2) - len(match.pages))
+        if req is a: cache.release(a)
+    codes = cache.page_map([b])
+    assert [codes[p] for p in b.pages] == ["s", "s", "u", "u"] and codes.count(".") == cache.allocator.num_free and len(codes) == 10
+    assert CacheManager(10, 2, NaivePrefixCache()).page_map([]) == "." * 10
+    small = cache.page_map([b], most=4)  # three pages to a character: the one most in use is shown
+    assert len(small) == 4 and small == "".join(max(codes[i:i + 3], key=".csu".index) for i in range(0, 10, 3))

@@ -3,17 +3,18 @@ import asyncio, json
 
 import httpx
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from minisgl_edu.core import RequestError, SamplingParams
-from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, TokenizeMsg
-from minisgl_edu.server import FrontendManager, ServerInfo, Session, create_app, one_prompt, plain_messages
+from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
+from minisgl_edu.server import FrontendManager, ServerInfo, Session, create_app, prompts_of
 
 
 class Engine:
     "Answers with the given replies; records what it was sent"
-    def __init__(self, replies=("Hel", "lo"), finish="stop", error=None):
+    def __init__(self, replies=("Hel", "lo"), finish="stop", error=None, info=(), **limits):
         self.sent, self.replies, self.finish, self.error = [], replies, finish, error
-        self.frontend = FrontendManager([self], None)
+        self.frontend, self.info = FrontendManager([self], None, **limits), dict(info)
         async def no_listening(): self.frontend._loop = asyncio.get_running_loop()
         self.frontend.start = no_listening
 
@@ -31,13 +32,18 @@ class Engine:
             await asyncio.sleep(0)
 
     def client(self):
-        app = create_app(self.frontend, ServerInfo("toy", 64))
+        app = create_app(self.frontend, ServerInfo("toy", 64, **self.info))
         return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=True), base_url="http://toy")
+
+    def get(self, path, **kw):
+        async def go():
+            async with self.client() as c: return await c.get(path, **kw)
+        return asyncio.run(go())
 
     def post(self, path, raw=None, **body):
         async def go():
             async with self.client() as c:
-                return await (c.post(path, content=raw) if raw is not None else c.post(path, json=body))
+                return await (c.post(path, content=raw, headers={"content-type": "application/json"}) if raw is not None else c.post(path, json=body))
         return asyncio.run(go())
 
 
@@ -97,8 +103,9 @@ def test_any_text_survives_the_event_stream(text):
 BAD = [
     ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"), ({"top_k": 0}, "top_k"), ({"min_p": 2}, "min_p"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"), ({"stop": ""}, "stop"), ({"stop": [1]}, "stop"), ({"seed": "x"}, "seed"), ({"n": 0}, "n"), ({"n": 2}, "n"),
-    ({"n": True}, "n"), ({"logprobs": True}, "logprobs"), ({"frequency_penalty": 0.1}, "frequency_penalty"), ({"tools": [{}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"max_tokens": 1.5}, "max_tokens"), ({"stop": ""}, "stop"), ({"stop": [1]}, "stop"), ({"seed": "x"}, "seed"), ({"n": 0}, "n"), ({"n": 1000}, "n"),
+    ({"n": True}, "n"), ({"logprobs": "x"}, "logprobs"), ({"frequency_penalty": 2.1}, "frequency_penalty"), ({"presence_penalty": -2.5}, "presence_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {"5": 101}}, "logit_bias"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"), ({"top_logprobs": 2}, "top_logprobs"), ({"tools": [{}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"stream": "yes"}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"), ({"nonsense": 1}, "nonsense"), ({"ignore_eos": 1}, "ignore_eos"),
 ]
 
@@ -130,7 +137,7 @@ def test_bad_messages(messages):
     assert r.status_code == 400 and r.json()["error"]["param"].startswith("messages")
 
 
-@pytest.mark.parametrize("prompt", [[], ["a", "b"], [[1], [2]], [1, "a"], 7, None, {"a": 1}])
+@pytest.mark.parametrize("prompt", [[], "", ["a", ""], [[1], []], [1, "a"], ["a"] * 200, 7, None, {"a": 1}])
 def test_bad_prompts(prompt):
     r = Engine().post(TEXT, prompt=prompt)
     assert r.status_code == 400 and r.json()["error"]["param"].startswith("prompt")
@@ -235,29 +242,30 @@ def test_max_completion_tokens():
         assert engine.sent[0].params.max_tokens == expected
 
 
-def test_helpers():
-    assert plain_messages([{"role": "assistant", "content": None}])[0]["content"] == ""
-    assert one_prompt(["a"]) == "a" and one_prompt([1, 2]) == [1, 2]
-    with pytest.raises(RequestError): plain_messages([])
-    with pytest.raises(RequestError): one_prompt([])
+def test_prompts_come_in_four_forms():
+    assert [prompts_of(p) for p in ("a", ["a", "b"], [1, 2], [[1], [2]])] == [["a"], ["a", "b"], [[1, 2]], [[1], [2]]]
+    for empty in ("", [], [""], [[]], [[1], []]):
+        with pytest.raises(RequestError, match="empty"): prompts_of(empty)
 
 
 def test_ten_thousand_deliveries_reach_their_sessions_in_order():
     async def go():
         sessions = [Session(i) for i in range(100)]
-        async def read(s): return [r.completion_tokens async for r in s]
+        async def read(s): return [(r.text, r.token_ids) async for _, r in s]
         tasks = [asyncio.create_task(read(s)) for s in sessions]
         for k in range(100):
-            for s in sessions: s.deliver(ReplyMsg(s.uid, completion_tokens=k, finish_reason="stop" if k == 99 else None))
+            for s in sessions: s.deliver(ReplyMsg(s.uid, chr(k), [k], "stop" if k == 99 else None))
             if k % 7 == 0: await asyncio.sleep(0)
-        assert await asyncio.gather(*tasks) == [list(range(100))] * 100
+        for pieces in await asyncio.gather(*tasks):
+            assert 14 <= len(pieces) <= 16  # what nobody had read yet came as one
+            assert "".join(text for text, _ in pieces) == "".join(map(chr, range(100))) and sum((ids for _, ids in pieces), []) == list(range(100))
     asyncio.run(go())
 
 
 def test_what_a_message_may_not_carry_is_refused_before_it_travels():
     deep = []
     for _ in range(500): deep = [deep]
-    for extra in ({"name": deep}, {"name": "bob"}, {"\ud800": 1}):
+    for extra in ({"name": deep}, {"name": 5}, {"tool_calls": []}, {"\ud800": 1}):
         r = Engine().post(CHAT, raw=json.dumps({"messages": [{"role": "user", "content": "hi", **extra}]}).encode())
         assert r.status_code == 400 and r.json()["error"]["message"]
 
@@ -265,3 +273,360 @@ def test_what_a_message_may_not_carry_is_refused_before_it_travels():
 def test_a_failed_forward_pass_is_our_fault():
     r = Engine(error=ErrorInfo("the forward pass failed: boom", None, "forward_failed")).post(CHAT, messages=HI)
     assert r.status_code == 500
+
+
+# --- several choices, echo
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_gives_n_choices_with_seeds_of_their_own_and_prompt_tokens_counted_once(stream):
+    engine = Engine()
+    r = engine.post(CHAT, messages=HI, n=3, seed=8, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+    assert [m.params.seed for m in engine.sent] == [8, 9, 10] and not engine.frontend.sessions
+    if stream:
+        *chunks, last, done = events_of(r)
+        assert done == "[DONE]" and last["choices"] == [] and all(len(c["choices"]) == 1 for c in chunks)
+        usage = last["usage"]
+        for i in range(3):
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == i]
+            assert mine[0]["delta"]["role"] == "assistant" and "".join(c["delta"].get("content") or "" for c in mine) == "Hello"
+            assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["stop"]
+    else:
+        doc = r.json()
+        assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in doc["choices"]] == [(i, "Hello", "stop") for i in range(3)]
+        usage = doc["usage"]
+    assert usage == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 2}}
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2, 3]]])
+def test_lists_of_prompts(prompt):
+    engine = Engine()
+    doc = engine.post(TEXT, prompt=prompt, n=2, seed=-2**63).json()
+    assert [c["index"] for c in doc["choices"]] == [0, 1, 2, 3] and doc["usage"]["prompt_tokens"] == 10 and doc["usage"]["completion_tokens"] == 8
+    assert [m.prompt for m in engine.sent] == [prompt[0], prompt[0], prompt[1], prompt[1]]
+    assert [m.params.seed for m in engine.sent] == [-2**63, 1 - 2**63] * 2
+    refused = Engine().post(GEN, prompt=prompt)
+    assert refused.status_code == 400 and "list of 2" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("seed", [None, 0, 2**64 - 1, -1, -2**63])
+def test_every_seed_has_neighbours(seed):
+    engine = Engine()
+    assert engine.post(TEXT, prompt="x", n=128, **({} if seed is None else {"seed": seed})).status_code == 200
+    seeds = [m.params.seed for m in engine.sent]
+    assert seeds == [None] * 128 if seed is None else seeds[0] == seed and len(set(seeds)) == 128
+
+
+def test_one_choice_that_fails_ends_the_others():
+    async def go(stream):
+        engine = Engine()
+        async def serve(uid):
+            await asyncio.sleep(0)
+            engine.frontend.deliver([ReplyMsg(uid, "x", [1]) if uid == 0 else ReplyMsg(uid, finish_reason="error", error=ErrorInfo("boom"))])
+        engine.serve = serve
+        async with engine.client() as c: r = await c.post(TEXT, json={"prompt": ["a", "b"], "stream": stream})
+        assert not engine.frontend.sessions and [m.uid for m in engine.sent if isinstance(m, AbortMsg)] == [0]
+        return r
+    assert asyncio.run(go(False)).status_code == 500
+    text = asyncio.run(go(True)).text
+    assert "boom" in text and "[DONE]" not in text
+
+
+def test_echo_begins_each_choice_with_its_prompt():
+    body = {"prompt": ["Say ", "Cry "], "n": 2, "echo": True}
+    assert [c["text"] for c in Engine().post(TEXT, **body).json()["choices"]] == ["Say Hello"] * 2 + ["Cry Hello"] * 2
+    *chunks, _ = events_of(Engine().post(TEXT, stream=True, **body))
+    assert ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) for i in range(4)] == ["Say Hello"] * 2 + ["Cry Hello"] * 2
+    assert Engine().post(TEXT, prompt=[1, 2], echo=True).json()["error"]["param"] == "echo"
+
+
+# --- penalties, bias, log-probabilities
+
+def test_penalties_and_bias_reach_the_engine():
+    engine = Engine()
+    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "x"}), (GEN, {"prompt": "x"})):
+        assert engine.post(path, presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={"7": -100, "50": 3.5}, **body).status_code == 200
+    for m in engine.sent: assert (m.params.presence_penalty, m.params.frequency_penalty, m.params.repetition_penalty, m.params.logit_bias) == (1, -0.5, 1.25, ((7, -100), (50, 3.5)))
+
+
+TOLD = [TokenText("Hé", tuple("Hé".encode()), -0.5, (TokenText("Hé", tuple("Hé".encode()), -0.5), TokenText("Ho", (72, 111), -1.5))),
+        TokenText("\ufffd", (0xF0, 0x9F), -2.0, ()), TokenText("\ufffd", (0x99, 0x82), -0.25, ()), TokenText("<end>", tuple(b"<end>"), -3.0, ())]
+
+
+class Teller(Engine):
+    async def serve(self, uid):
+        await asyncio.sleep(0)
+        for text, told, end in (("Hé", TOLD[:1], None), ("🙂", TOLD[1:3], None), ("", TOLD[3:], "stop")):
+            self.frontend.deliver([ReplyMsg(uid, text, [1] * len(told), end, 5, 4, 0, logprobs=told)])
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_chat(stream):
+    engine = Teller()
+    r = engine.post(CHAT, messages=HI, logprobs=True, top_logprobs=2, stream=stream)
+    assert engine.sent[0].params.logprobs == 2
+    docs = [c["choices"][0]["logprobs"] for c in events_of(r)[:-1]] if stream else [r.json()["choices"][0]["logprobs"]]
+    content = [entry for d in docs if d for entry in d["content"]]
+    assert [(c["token"], c["logprob"], c["bytes"]) for c in content] == [(t.token, t.logprob, list(t.bytes)) for t in TOLD]
+    assert [c["token"] for c in content[0]["top_logprobs"]] == ["Hé", "Ho"] and set(content[0]["top_logprobs"][1]) == {"token", "logprob", "bytes"}
+    if stream: assert docs[0] is None and all(d is None or d["refusal"] is None for d in docs)
+    plain, bare = Engine(), Engine()
+    assert plain.post(CHAT, messages=HI, logprobs=True).status_code == 200 and plain.sent[0].params.logprobs == 0
+    assert bare.post(CHAT, messages=HI, logprobs=False).json()["choices"][0]["logprobs"] is None and bare.sent[0].params.logprobs is None
+    for bad in ({"logprobs": False, "top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": -1}, {"logprobs": 2}): assert Engine().post(CHAT, messages=HI, **bad).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_completion(stream):
+    engine = Teller()
+    r = engine.post(TEXT, prompt="x", logprobs=2, stream=stream, n=2)
+    assert engine.sent[0].params.logprobs == 2
+    for i in range(2):
+        docs = [c["choices"][0]["logprobs"] for c in events_of(r)[:-1] if c["choices"][0]["index"] == i] if stream else [r.json()["choices"][i]["logprobs"]]
+        joined = {key: [x for d in docs if d for x in d[key]] for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        assert joined["tokens"] == [t.token for t in TOLD] and joined["token_logprobs"] == [-0.5, -2.0, -0.25, -3.0] and joined["text_offset"] == [0, 2, 3, 3]
+        assert joined["top_logprobs"][0] == {"Hé": -0.5, "Ho": -1.5} and joined["top_logprobs"][3] == {"<end>": -3.0}
+    assert Engine().post(TEXT, prompt="x", logprobs=1, echo=True).json()["error"]["param"] == "echo" and Engine().post(TEXT, prompt="x", logprobs=21).status_code == 400
+
+
+# --- limits
+
+def test_too_many_waiting_are_turned_away_at_once():
+    async def go():
+        engine = Engine(max_waiting=3)
+        engine.serve = lambda uid: asyncio.sleep(0)
+        async with engine.client() as c:
+            calls = [asyncio.create_task(c.post(GEN, json={"prompt": "x"})) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            for path, body in ((GEN, {"prompt": "x"}), (CHAT, {"messages": HI, "stream": True})):
+                r = await c.post(path, json=body)
+                assert r.status_code == 429 and int(r.headers["retry-after"]) >= 1 and r.json()["error"]["code"] == "rate_limit_exceeded"
+            engine.frontend.deliver([ReplyMsg(0, "x", [1])])  # it does not wait any more: room for one
+            fourth = asyncio.create_task(c.post(GEN, json={"prompt": "x"}))
+            await asyncio.sleep(0.05)
+            assert len(engine.frontend.sessions) == 4 and (await c.post(GEN, json={"prompt": "x"})).status_code == 429
+            big = await c.post(TEXT, json={"prompt": "x", "n": 4})
+            assert big.status_code == 400 and "3" in big.json()["error"]["message"]  # waiting would never help
+            engine.frontend.deliver([ReplyMsg(uid, "x", [1], "stop") for uid in range(4)])
+            assert [r.status_code for r in await asyncio.gather(*calls, fourth)] == [200] * 4
+            assert not engine.frontend.waiting and engine.frontend.metrics.totals["rejected"] == 3
+    asyncio.run(go())
+
+
+def test_a_long_body_is_refused_before_it_is_parsed():
+    engine = Engine(info={"max_body_bytes": 1000})
+    assert engine.post(GEN, prompt="x" * 900).status_code == 200
+    for raw in (b'{"prompt": "' + b"x" * 1000 + b'"}', b"[" * 100_000):
+        r = engine.post(GEN, raw=raw)
+        assert r.status_code == 413 and str(len(raw)) in r.json()["error"]["message"] and "1000" in r.json()["error"]["message"]
+    async def chunked():  # nothing announced
+        async def body():
+            for _ in range(20): yield b"x" * 100
+        async with engine.client() as c: return await c.post(GEN, content=body(), headers={"content-type": "application/json"})
+    assert asyncio.run(chunked()).status_code == 413
+    assert len(engine.sent) == 1
+
+
+def test_a_body_without_end_is_cut_off():
+    async def go():
+        pieces, sent = 0, []
+        async def receive():
+            nonlocal pieces
+            pieces += 1
+            return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+        async def send(message): sent.append(message)
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": GEN, "raw_path": GEN.encode(), "query_string": b"",
+                 "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("toy", 80), "root_path": ""}
+        await asyncio.wait_for(create_app(Engine().frontend, ServerInfo("toy", max_body_bytes=1000))(scope, receive, send), 5)
+        assert sent[0]["status"] == 413 and 10 < pieces < 200
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("path, body", [(GEN, {"prompt": "x" * 1025}), (TEXT, {"prompt": ["x", "x" * 1025]}), (GEN, {"prompt": [1] * 64}), (CHAT, {"messages": [{"role": "user", "content": "x" * 1025}]}),
+                                        (CHAT, {"messages": HI * 65})], ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_cannot_fit_the_context_is_refused_unread(path, body, stream):
+    engine = Engine()
+    error = engine.post(path, stream=stream, **body).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "64" in error["message"] and engine.sent == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_request_that_takes_too_long_ends_with_an_error(stream, first):
+    async def go():
+        engine = Engine(request_timeout=0.2)
+        async def serve(uid):
+            if first: engine.frontend.deliver([ReplyMsg(uid, "x", [1])])
+        engine.serve = serve
+        async with engine.client() as c: r = await asyncio.wait_for(c.post(GEN, json={"prompt": "x", "stream": stream}), 5)
+        if stream and first: assert r.status_code == 200 and "0.2 s" in r.text and "[DONE]" not in r.text
+        else: assert r.status_code == 504 and "0.2 s" in r.json()["error"]["message"]
+        assert [type(m) for m in engine.sent] == [TokenizeMsg, AbortMsg] and not engine.frontend.sessions and not engine.frontend.waiting
+    asyncio.run(go())
+
+
+def test_who_ends_in_time_hears_nothing_of_the_limit():
+    async def go():
+        engine = Engine(request_timeout=0.1)
+        async with engine.client() as c: assert (await c.post(GEN, json={"prompt": "x"})).status_code == 200
+        await asyncio.sleep(0.15)
+        assert [type(m) for m in engine.sent] == [TokenizeMsg] and engine.frontend.metrics.totals["error"] == 0
+    asyncio.run(go())
+
+
+def test_a_client_that_never_reads_costs_one_reply_for_each_choice():
+    async def go():
+        engine, blocked = Engine(), asyncio.Event()
+        engine.serve = lambda uid: asyncio.sleep(0)
+        app = create_app(engine.frontend, ServerInfo("toy"))
+        async def receive():
+            if not engine.sent: return {"type": "http.request", "body": json.dumps({"prompt": "x", "n": 2, "stream": True}).encode(), "more_body": False}
+            await asyncio.sleep(60)
+        async def send(message):
+            if message["type"] == "http.response.body": await blocked.wait()
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": TEXT, "raw_path": TEXT.encode(), "query_string": b"",
+                 "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("toy", 80), "root_path": ""}
+        call = asyncio.create_task(app(scope, receive, send))
+        while len(engine.sent) < 2: await asyncio.sleep(0.01)
+        session = engine.frontend.sessions[0]
+        for i in range(5000): engine.frontend.deliver([ReplyMsg(i % 2, "x", [i])])
+        assert len(session.unread) <= 2
+        await asyncio.sleep(0.05)
+        for i in range(5000): engine.frontend.deliver([ReplyMsg(i % 2, "x", [i])])
+        assert len(session.unread) == 2 and len(session.unread[0].token_ids) + len(session.unread[1].token_ids) >= 5000
+        engine.frontend.deliver([ReplyMsg(uid, "", [], "length") for uid in (0, 1)])
+        assert not engine.frontend.sessions  # the engine has forgotten it
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    asyncio.run(go())
+
+
+# --- the gate
+
+def test_the_key_opens_and_nothing_else_does():
+    engine = Engine(info={"api_key": "s3cret"})
+    async def go():
+        async with engine.client() as c:
+            for headers in ({}, {"authorization": "s3cret"}, {"authorization": "Bearer s3cre"}, {"authorization": "Bearer s3crets"}, {"authorization": b"Bearer \xff"}):
+                for method, path in (("POST", GEN), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/stats"), ("GET", "/docs")):
+                    r = await c.request(method, path, headers=headers, **({"json": {"prompt": "x"}} if method == "POST" else {}))
+                    assert r.status_code == 401 and r.json()["error"]["code"] == "invalid_api_key" and "s3cret" not in r.text
+            assert engine.sent == []
+            for path in ("/", "/health", "/health/live"): assert (await c.get(path)).status_code == 200
+            assert (await c.post(GEN, json={"prompt": "x"}, headers={"authorization": "Bearer s3cret"})).status_code == 200
+    asyncio.run(go())
+    assert "s3cret" not in repr(ServerInfo("toy", api_key="s3cret"))
+
+
+def test_request_ids_are_returned_or_made():
+    engine = Engine()
+    assert engine.get("/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    made = {engine.get(path, headers=headers).headers["x-request-id"] for path in ("/health", "/nowhere") for headers in ({}, {"x-request-id": "x" * 500}, {"x-request-id": b"\xff"})}
+    assert len(made) == 6 and all(len(m) == 32 for m in made)
+    assert "x-request-id" in engine.post(GEN, prompt="x", stream=True).headers and "x-request-id" in engine.post(GEN, raw=b"{").headers
+
+
+def test_other_sites_pages_may_not_call_unless_named():
+    ask = {"origin": "http://elsewhere", "access-control-request-method": "POST", "access-control-request-headers": "content-type, authorization"}
+    async def preflight(engine):
+        async with engine.client() as c: return await c.options(GEN, headers=ask)
+    assert "access-control-allow-origin" not in asyncio.run(preflight(Engine())).headers
+    assert asyncio.run(preflight(Engine(info={"cors_origins": "http://a,http://elsewhere", "api_key": "k"}))).headers["access-control-allow-origin"] == "http://elsewhere"
+    assert asyncio.run(preflight(Engine(info={"cors_origins": "http://a"}))).status_code == 400
+
+
+# --- what it says about itself
+
+def test_metrics_count_what_happened():
+    from prometheus_client.parser import text_string_to_metric_families as parse
+    async def go():
+        engine = Engine()
+        engine.frontend.deliver([StatsMsg({"waiting": 1, "running": 2, "pages_used": 3, "pages_cached": 4, "pages_free": 5, "batch_size": 2, "retracted": 6, "decode_steps": 7})])
+        async with engine.client() as c:
+            for body in ({"prompt": "x"}, {"prompt": ["x", "y"], "stream": True}): await c.post(TEXT, json=body)
+            left = engine.frontend.submit([("x", SamplingParams())])
+            engine.frontend.abort(left)
+            r = await c.get("/metrics")
+            assert r.headers["content-type"].startswith("text/plain")
+            return {(s.name, *s.labels.values()): s.value for f in parse(r.text) for s in f.samples}
+    got = asyncio.run(go())
+    assert {k[1]: v for k, v in got.items() if k[0] == "minisgl_requests_total"} == {"stop": 3, "length": 0, "abort": 1, "error": 0}
+    assert got["minisgl_requests_in_flight", "waiting"] == 1 and got["minisgl_requests_in_flight", "running"] == 2
+    assert [got["minisgl_pages", s] for s in ("used", "cached", "free")] == [3, 4, 5] and got["minisgl_batch_size",] == 2 and got["minisgl_preemptions_total",] == 6
+    assert got["minisgl_tokens_total", "generated"] == 6 and got["minisgl_tokens_total", "prompt"] == 15 and got["minisgl_prefix_hit_rate",] == 6 / 15
+    assert got["minisgl_time_to_first_token_seconds_count",] == 3 and got["minisgl_inter_token_seconds_count",] == 3 and got["minisgl_request_seconds_count",] == 4
+    assert got["minisgl_steps_total", "decode"] == 7
+
+
+def test_two_apps_do_not_mix_their_numbers():
+    a, b = Engine(), Engine()
+    a.post(GEN, prompt="x")
+    assert 'reason="stop"} 1.0' in a.get("/metrics").text and 'reason="stop"} 0.0' in b.get("/metrics").text
+
+
+def test_live_is_not_ready():
+    engine = Engine()
+    assert engine.get("/health").status_code == engine.get("/health/live").status_code == 200
+    engine.frontend.failure = "the scheduler died"
+    assert engine.get("/health").status_code == 503 and engine.get("/health/live").status_code == 200
+
+
+def test_stats_ask_for_the_page_map():
+    engine = Engine()
+    engine.frontend.deliver([StatsMsg({"running": 1, "pages": "..cu"})])
+    doc = engine.get("/stats").json()
+    assert doc["scheduler"]["pages"] == "..cu" and doc["model"] == "toy" and doc["totals"] == {} and engine.sent == [WatchMsg()]
+
+
+def test_every_documented_parameter_is_supported_or_refused_by_name():
+    from minisgl_edu.server import NEUTRAL, ChatBody, CompletionBody
+    chat = pytest.importorskip("openai.types.chat.completion_create_params").CompletionCreateParamsBase
+    text = pytest.importorskip("openai.types.completion_create_params").CompletionCreateParamsBase
+    for documented, body in ((chat, ChatBody), (text, CompletionBody)):
+        assert documented.__annotations__.keys() - body.model_fields.keys() <= NEUTRAL.keys()
+    for name, neutral in NEUTRAL.items():
+        if name in ChatBody.model_fields: continue
+        for value in (None, *neutral): assert Engine().post(CHAT, messages=HI, **{name: value}).status_code == 200, (name, value)
+        for value in (True, 3.5, "x", {"a": 1}, ["x"]):
+            r = Engine().post(CHAT, messages=HI, **{name: value})
+            assert r.status_code == 400 and name in r.json()["error"]["message"], (name, value)
+
+
+# --- fuzz: bodies made from the app's own OpenAPI document
+
+def fields_of(path):
+    "Names of the fields that the document gives for a path, and one that it does not"
+    schema = create_app(Engine().frontend, ServerInfo("toy", 64)).openapi()
+    ref = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    return sorted(schema["components"]["schemas"][ref.rsplit("/", 1)[1]]["properties"]) + ["tools", "\ud800"]
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)
+SENSIBLE = st.sampled_from([0, 1, 2, 0.5, True, "x", ["a", "b"], [1, 2], HI, {"include_usage": True}, {"5": 1.0}])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, GEN])
+def test_no_body_makes_a_server_error_or_a_hang(path):
+    engine, start = Engine(), {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+    seen = set()
+    async def send(client, raw):
+        r = await asyncio.wait_for(client.post(path, content=raw, headers={"content-type": "application/json"}), 10)
+        assert r.status_code < 500, (raw, r.text)
+        if r.status_code >= 400: assert r.json()["error"]["message"], raw
+        assert not engine.frontend.sessions and not engine.frontend.waiting
+        seen.add(r.status_code)
+    loop = asyncio.new_event_loop()
+    try:
+        client = engine.client()
+        @settings(max_examples=250)
+        @given(st.dictionaries(st.sampled_from(fields_of(path)), SENSIBLE | JSON, max_size=4))
+        def mixed(body): loop.run_until_complete(send(client, json.dumps(start | body).encode()))
+        @settings(max_examples=60)
+        @given(st.binary(max_size=200) | JSON.map(lambda x: json.dumps(x).encode()))
+        def garbage(raw): loop.run_until_complete(send(client, raw))
+        mixed()
+        garbage()
+        loop.run_until_complete(client.aclose())
+    finally: loop.close()
+    assert 200 in seen and 400 in seen

@@ -233,7 +233,7 @@ def test_three_forms_of_a_prompt(tok):
 
 @pytest.mark.parametrize("prompt, param, message", [
     (None, "prompt", "must be a string"), (5, "prompt", "must be a string"), ("\ud800", "prompt", "lone surrogate at position 0"), ([1, True], "prompt", "True"),
-    ([1.0], "prompt", "1.0"), (["a"], "prompt", "'a'"), ([{}], "messages", r"messages\[0\].role must be one of system, user, assistant, got None"),
+    ([1.0], "prompt", "1.0"), (["a"], "prompt", "'a'"), ([{}], "messages", r"messages\[0\].role must be one of developer, system, user, assistant, tool, got None"),
     ([{"role": "user", "content": "a"}, {"role": "boss", "content": "a"}], "messages", r"messages\[1\].role .* 'boss'"),
     ([{"role": "user"}], "messages", "content must be a string"), ([{"role": "user", "content": 3}], "messages", "got int"),
     ([{"role": "user", "content": "\udfff"}], "messages", "surrogate"), ([{"role": "user", "content": [{"type": "image_url"}]}], "messages", "type text"),
@@ -242,6 +242,17 @@ def test_three_forms_of_a_prompt(tok):
 def test_bad_prompts_name_the_field(tok, prompt, param, message):
     with pytest.raises(RequestError, match=message) as e: encode(tok, prompt)
     assert e.value.param == param
+
+def test_roles_as_the_template_allows(tok):
+    def laid_out(*messages): return decode(tok, encode(tok, list(messages)), False)
+    ask = {"role": "user", "content": "Hi"}
+    assert laid_out({"role": "developer", "content": "Be brief."}, ask) == laid_out({"role": "system", "content": "Be brief."}, ask)
+    assert "<|im_start|>tool\n42<|im_end|>" in laid_out(ask, {"role": "assistant", "content": None}, {"role": "tool", "content": "42", "tool_call_id": "a"})
+    assert encode(tok, [ask]) == list(tok.apply_chat_template([ask], add_generation_prompt=True, return_dict=False))
+    narrow = fallback_tokenizer(); narrow.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.name }}: {{ m.content }}{% endif %}{% endfor %}"
+    assert "Ann" in narrow.decode(encode(narrow, [{"role": "user", "content": "Hi", "name": "Ann"}]))
+    for role in ("system", "developer", "tool"):
+        with pytest.raises(RequestError, match=f"no place for the role '{role}'"): encode(narrow, [{"role": role, "content": "Be brief."}, ask])
 
 def test_chat_needs_messages_and_a_template(tok, spm):
     for bad in ([], None, "Hi", {}):

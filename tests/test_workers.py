@@ -7,7 +7,7 @@ import pytest
 
 from minisgl_edu.core import RequestError, SamplingParams, TokenEvent, TokenLogprobs
 from minisgl_edu.messages import (AbortMsg, Channel, ErrorInfo, FailMsg, ReadyMsg, ReplyMsg, ShutdownMsg, StatsMsg, StopMsg, SubmitMsg,
-    TokenizeMsg, TokenMsg, TokenText)
+    TokenizeMsg, TokenMsg, TokenText, WatchMsg)
 from minisgl_edu.text import TextStream, decode, encode
 from minisgl_edu.workers import DetokenizerLoop, SchedulerLoop, TokenizerLoop, WorkerArgs, tokenizer_worker
 
@@ -297,3 +297,13 @@ def test_a_worker_ends_when_its_launcher_is_killed(model_dir, tmp_path):
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline: time.sleep(0.05)
     launcher.stdin.close(); launcher.stdout.close()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_the_page_map_is_made_only_while_somebody_looks():
+    forward, _ = TokenizerLoop(None).handle([WatchMsg()])
+    loop = SchedulerLoop(FakeScheduler())
+    loop.scheduler.cache, loop.scheduler.holders = SimpleNamespace(page_map=lambda reqs: "..u"), lambda: []
+    now = time.monotonic()
+    assert "pages" not in loop.new_stats(now)[0].stats
+    assert loop.handle(forward) == [] and loop.new_stats(now)[0].stats["pages"] == "..u"
+    assert "pages" not in loop.new_stats(now + 60)[0].stats

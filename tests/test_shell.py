@@ -1,0 +1,127 @@
+"The shell: piped, typed into prompt_toolkit, and in a terminal with Ctrl-C"
+import fcntl, io, os, pty, re, select, struct, subprocess, sys, termios, time
+
+import pytest
+
+from minisgl_edu.cli import Conversation, main, read_lines
+
+FLAGS = ["--max-seq-len", "512", "--max-tokens", "24"]
+
+
+@pytest.fixture
+def home(tmp_path, model_dir, monkeypatch):
+    "A cache directory of our own, with the model in it: the history goes there"
+    (tmp_path / model_dir.name).symlink_to(model_dir)
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_conversation_through_a_pipe(model_dir, monkeypatch, capsys):
+    lines = ["What is the capital of France?", "/stats", "", "And of Italy?", "/stats", "/reset", "/sit", "/exit", "never read"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    assert main(["shell", "--model", str(model_dir), *FLAGS]) == 0
+    france, stats, italy, again, reset, wrong = capsys.readouterr().out.splitlines()
+    assert "Paris" in france and "Rome" in italy and "new conversation" in reset
+    assert stats.endswith("0 of 37 prompt tokens were cached")
+    cached, prompt = map(int, re.search(r"(\d+) of (\d+) prompt tokens were cached", again).groups())
+    assert prompt > 50 and cached >= 32  # the second turn found the first in the prefix cache
+    assert wrong.startswith("error: /sit is no command")
+
+
+def test_settings_are_checked_and_used():
+    said, asked = [], []
+    class Model:
+        def stream(self, messages, params): asked.append(params); raise ValueError("enough")
+    chat = Conversation(Model(), {"temperature": 0.0, "max_tokens": None}, said.append)
+    for line in ("/set temperature 0.2", "/set seed 7", "/set max_tokens 5", "/set ignore_eos true", "hi", "/set seed none", "/set max_tokens none", "hi"): assert chat.take(line)
+    assert [(p.temperature, p.seed, p.max_tokens, p.ignore_eos) for p in asked] == [(0.2, 7, 5, True), (0.2, None, None, True)]
+    before = dict(chat.sampling)
+    for bad in ("/set top_p 7", "/set top_p", "/set top_p x", "/set n 2", "/set temperature nan", "/set temperature none", "/set ignore_eos 1", "/set top_k 1 2", "/reset x", "/"):
+        said.clear()
+        assert chat.take(bad) and said[0].startswith("error: ") and said[0].count("\n") == 1, bad
+    assert chat.sampling == before and chat.messages == []
+    assert not chat.take("/exit")
+
+
+def test_an_interrupt_ends_the_answer_and_keeps_what_was_said():
+    from contextlib import contextmanager
+    from minisgl_edu.llm import Output
+    closed, said = [], []
+    class Model:
+        @contextmanager
+        def stream(self, messages, params):
+            class Pieces:
+                output = Output("Once", [1], None, [0] * 5)
+                def __iter__(self): yield "Once"; raise KeyboardInterrupt
+            try: yield Pieces()
+            finally: closed.append(True)
+    chat = Conversation(Model(), {}, said.append)
+    assert chat.take("Tell me") and closed == [True] and "".join(said) == "Once [stopped]\n"
+    assert [m["content"] for m in chat.messages] == ["Tell me", "Once"]
+
+
+def test_a_bad_flag_ends_the_shell_at_once(model_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert main(["shell", "--model", str(model_dir), "--top-p", "7", *FLAGS[:2]]) == 1
+    assert "top_p" in capsys.readouterr().err
+
+
+def test_typed_lines_have_history_and_completion(home):
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        lines = read_lines(True)
+        keys.send_text("hello\r");                 assert next(lines) == "hello"
+        keys.send_text("half a line\x03next\r");   assert next(lines) == "next"        # Ctrl-C throws the line away
+        keys.send_text("\x1b[A\x1b[A\r");          assert next(lines) == "hello"       # up, up
+        keys.send_text("\x04")                                                         # Ctrl-D
+        assert list(lines) == []
+    assert "+hello" in (home / "shell_history").read_text()
+
+
+def test_what_completion_offers(home, monkeypatch):
+    from prompt_toolkit.completion import CompleteEvent
+    from prompt_toolkit.document import Document
+    import prompt_toolkit
+    seen = {}
+    class Session:
+        def __init__(self, **kw): seen.update(kw)
+        def prompt(self, text): raise EOFError
+    monkeypatch.setattr(prompt_toolkit, "PromptSession", Session)
+    assert list(read_lines(True)) == []
+    def offers(text): return {c.text for c in seen["completer"].get_completions(Document(text), CompleteEvent())}
+    assert offers("/re") == {"/reset"} and offers("/") >= set(Conversation.COMMANDS) and offers("/set te") == {"/set temperature "} and offers("Tell ") == set()
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_shell(model_dir, home):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen([sys.executable, "-m", "minisgl_edu", "shell", "--model", str(model_dir), "--max-seq-len", "4096", "--ignore-eos"], stdin=theirs, stdout=theirs, stderr=theirs,
+                               start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    text = ""
+    def until(pattern, seconds=120):
+        nonlocal text
+        end = time.monotonic() + seconds
+        while not re.search(pattern, text):
+            assert time.monotonic() < end and process.poll() is None, text[-2000:]
+            if select.select([ours], [], [], 0.2)[0]:
+                got = os.read(ours, 65536).decode(errors="replace")
+                if "\x1b[6n" in got: os.write(ours, b"\x1b[1;1R")  # a terminal says where its cursor is
+                text += got
+        text = text[re.search(pattern, text).end():]
+    try:
+        until("Chat away.*leaves"); until(">")
+        os.write(ours, b"Tell me a very long story.\r")
+        until(r"\n[^\x1b\n]{20,}")  # the answer has begun: text without the escape sequences of a line editor
+        os.write(ours, b"\x03")
+        until(r"\[stopped\]"); until(">")
+        os.write(ours, b"/stats\r")
+        until("prompt tokens were cached"); until(">")
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None: process.kill()
+        process.wait()
+        os.close(ours)
