@@ -339,9 +339,9 @@ def logprobs_of(
         check_number("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, whole=True)
     return (body.top_logprobs or 0) if wish else None
 
-# %% ../nbs/23_server.ipynb #e501afd4
+# %% ../nbs/23_server.ipynb #91be0f03
 MAX_CHOICES = 128     # answers in one request
-CHARS_PER_TOKEN = 16  # more than this many characters for each token of context: refused unread
+CHARS_PER_TOKEN = 32  # more than this many characters for each token of context: refused unread
 
 def check_size(
     prompt:str|list, # Text, token ids, or checked chat messages

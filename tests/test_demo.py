@@ -75,7 +75,8 @@ def test_chat_streams_and_the_page_map_moves(page):
     assert "Paris" in answer and len(seen) >= 4 and all(answer.startswith(s) for s in seen), seen  # it grew piece by piece
     page.wait_for_function("b => document.querySelector('#map').dataset.pages !== b", arg=before)
     assert page.evaluate("(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x))(document.querySelector('#map'))")
-    assert page.evaluate("document.activeElement.id") == "prompt" and page.text_content("#hits") != "–"
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.wait_for_function("document.querySelector('#hits').textContent !== '–' && document.querySelector('#ttft').textContent !== '–'")
 
 
 @browser_only

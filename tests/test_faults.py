@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from minisgl_edu.checkpoint import save_random_model
-from minisgl_edu.launch import start_server
+from minisgl_edu.launch import ServerConfig, start_server
 
 PROMPTS = ["Once upon a time", "The sea is", "1, 2, 3,", "从前有一个国王，", "👩‍👩‍👧 and", "def f(x):", [5, 6, 7], [9] * 40]
 
@@ -159,3 +159,27 @@ def test_limits_and_ids_over_a_socket(model):
         assert all(r.headers["x-request-id"] == "mine" for r in calls) and bare.status_code == 401
         assert "minisgl_requests_total" in metrics.text and "minisgl_requests_rejected_total 0.0" not in metrics.text
         wait_until_idle(server)
+
+
+@pytest.mark.parametrize("options, word", [({"max_waiting": 0}, "max_waiting"), ({"max_waiting": 1.5}, "max_waiting"), ({"request_timeout": 0}, "request_timeout"), ({"request_timeout": float("nan")}, "request_timeout"),
+                                           ({"max_body_bytes": 0}, "max_body_bytes"), ({"api_key": " "}, "api_key")])
+def test_limits_are_checked_by_name(options, word):
+    with pytest.raises(ValueError, match=word): ServerConfig(**options)
+
+
+def test_the_key_comes_from_the_environment_and_is_not_shown(monkeypatch):
+    assert ServerConfig().api_key is None
+    monkeypatch.setenv("MINISGL_API_KEY", "s3cret")
+    assert ServerConfig().api_key == "s3cret" and ServerConfig(api_key="mine").api_key == "mine" and "s3cret" not in repr(ServerConfig())
+    monkeypatch.setenv("MINISGL_API_KEY", "")
+    with pytest.raises(ValueError, match="api_key"): ServerConfig()
+
+
+def test_every_setting_of_the_server_has_a_flag():
+    from dataclasses import fields
+    from minisgl_edu.cli import SERVER_FLAGS, build_parser, given
+    from minisgl_edu.engine import EngineConfig
+    assert {f.name for f in fields(ServerConfig)} - {f.name for f in fields(EngineConfig)} - {f.field for f in SERVER_FLAGS} <= {"start_timeout"}
+    args = build_parser().parse_args("serve --max-waiting 5 --request-timeout 2.5 --max-body-bytes 100 --api-key k --cors-origins http://a".split())
+    config = ServerConfig(**given(args, SERVER_FLAGS))
+    assert (config.max_waiting, config.request_timeout, config.max_body_bytes, config.api_key, config.cors_origins) == (5, 2.5, 100, "k", "http://a")

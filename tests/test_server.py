@@ -442,7 +442,7 @@ def test_a_body_without_end_is_cut_off():
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("path, body", [(GEN, {"prompt": "x" * 1025}), (TEXT, {"prompt": ["x", "x" * 1025]}), (GEN, {"prompt": [1] * 64}), (CHAT, {"messages": [{"role": "user", "content": "x" * 1025}]}),
+@pytest.mark.parametrize("path, body", [(GEN, {"prompt": "x" * 2049}), (TEXT, {"prompt": ["x", "x" * 2049]}), (GEN, {"prompt": [1] * 64}), (CHAT, {"messages": [{"role": "user", "content": "x" * 2049}]}),
                                         (CHAT, {"messages": HI * 65})], ids=lambda x: str(x)[:30])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_cannot_fit_the_context_is_refused_unread(path, body, stream):
