@@ -660,7 +660,7 @@ CLAIMS += [
         "every process imports PyTorch first, and weights do not come faster than their bus", "24_launch"),
 ]
 
-# %% ../nbs/26_benchmark.ipynb #dde4b79b
+# %% ../nbs/26_benchmark.ipynb #4029d560
 class Statement(NamedTuple):
     "A statement of the article that needs no stopwatch"
     said: str
@@ -669,10 +669,10 @@ class Statement(NamedTuple):
     chapter: str # Notebook whose cells show it
 
 STATEMENTS = [
-    Statement("An all-reduce joins the ranks' parts of the output: y = concat([y0, y1])", "false", "an all-reduce adds; lining up columns is an all-gather, and a pair of products cut by columns, then by rows, needs one addition for both", "03_distributed"),
+    Statement("An all-reduce joins the ranks' parts of the output: y = concat([y0, y1])", "false", "an all-reduce adds; lining up columns is an all-gather, and a pair of products cut by columns, then by rows, needs one addition for both", "25_tensor_parallel"),
     Statement("`complete_one` must come before sampling, or a request gets a token too many", "false", "sampling reads logits and the count is read when the next step is scheduled, so either order gives the same tokens", "26_benchmark"),
     Statement("Top-k and top-p are CPU-bound, so padding rows must be cut off first", "false", "they run where the logits are, on the device; cutting the padding is right because it is work for nobody", "11_sampling"),
-    Statement("A generator cannot hold try and finally", "false", "it can, closing it runs the finally, and our server cleans up exactly there", "26_benchmark"),
+    Statement("A generator cannot hold try and finally", "false", "it can, and closing it runs the finally; but nobody closes it when a response is stopped while it sends, so our server cleans up around the response", "26_benchmark"),
     Statement("int32 page numbers reach 1 PB of KV cache", "depends", "as names of half-MiB pages they do; as offsets of numbers they overflow in a few GiB a layer, so kernels widen them", "26_benchmark"),
     Statement("20 GB hold 40,960 tokens of Llama-7B, 20 requests of 2,048", "true", "half a MiB a token, as our own arithmetic says; in pages, so that short requests hold less", "26_benchmark"),
     Statement("Decoding is bound by reading KV", "depends", "by reading the weights until the batch holds as many bytes of KV as there are of weights", "26_benchmark"),

@@ -313,7 +313,7 @@ def expert_costs(
         linear_cost("experts gate_up", rows * chosen, c.hidden_size, 2 * inner, itemsize, layers, touched),
         linear_cost("experts down", rows * chosen, inner, c.hidden_size, itemsize, layers, touched)]
 
-# %% ../nbs/02_device.ipynb #f699f6f0
+# %% ../nbs/02_device.ipynb #448a063d
 def step_costs(
     config,                       # A model's shape, read by attribute
     spans:list[tuple[int, int]],  # (cached_len, device_len) of each request
@@ -322,7 +322,7 @@ def step_costs(
 )->list[OpCost]: # One entry a kind of operation
     "Bytes and FLOPs of one step, by operation"
     c, size, layers = config, dtype.itemsize, config.num_layers
-    rows, last = sum(d - c for c, d in spans), len(spans) # logits are computed for last tokens only
+    rows, last = sum(end - start for start, end in spans), len(spans) # logits are computed for last tokens only
     q, kv, inner = c.num_qo_heads // tp, len(kv_heads_of(c.num_kv_heads, tp)), c.intermediate_size // tp
     sparse, dense = sparse_and_dense(c)
     gated = dense * inner + (sparse and sparse * c.experts_per_token * (c.expert_size // tp))

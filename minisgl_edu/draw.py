@@ -65,7 +65,7 @@ def measured(
     ax.plot(x, y, "o-", color=color, label=label, zorder=3)
     if low is not None: ax.fill_between(x, low, high, color=color, alpha=0.18, lw=0, zorder=2)
 
-# %% ../nbs/00_draw.ipynb #12ef3790
+# %% ../nbs/00_draw.ipynb #a5be6964
 def recorded_points(
     ax,           # Axes to draw on
     x,            # Positions

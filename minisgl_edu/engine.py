@@ -44,17 +44,15 @@ def parse_bytes(
         value = int(float(m[1]) * _UNITS[m[2]])
     return check_number(name, value, 1, whole=True)
 
-# %% ../nbs/13_engine.ipynb #ac6eddc6
+# %% ../nbs/13_engine.ipynb #f3b05ddf
 def _one_of(
     name:str,        # Field name, for the message
     value,           # What the user gave
-    allowed:tuple,   # What works today
-    later:tuple=()   # What a later chapter builds
+    allowed:tuple    # What the engine knows
 ):
     "Refuse `value` by name unless it is in `allowed`"
     if any(type(value) is type(a) and value == a for a in allowed): return
-    why = "comes with a later chapter" if value in later else "does not exist"
-    raise ValueError(f"{name}={value!r} {why}; use one of {', '.join(map(repr, allowed))}")
+    raise ValueError(f"{name}={value!r} does not exist; use one of {', '.join(map(repr, allowed))}")
 
 # %% ../nbs/13_engine.ipynb #f2a9bee5
 @dataclass
@@ -281,7 +279,7 @@ def make_context(
     return ForwardContext(batch.phase, [s.cached_len for s in spans], [s.device_len for s in spans],
         rows, ids, positions, out_loc, lens.cumsum(0) - 1)
 
-# %% ../nbs/13_engine.ipynb #6004952e
+# %% ../nbs/13_engine.ipynb #7838a218
 class StaticBatch:
     "A fixed set of requests, run together until the last has ended; nobody joins"
     def __init__(self,
@@ -309,7 +307,8 @@ class StaticBatch:
         for r in reqs: r.schedule(len(r.input_ids) - r.cached_len)
         batch, args = Batch(reqs, "decode" if reqs[0].output_len else "prefill"), prepare(reqs)
         out = []
-        self.engine.stream.submit(lambda: out.append(self.engine.to_host(self.engine.forward_batch(make_context(self.engine, batch), args)))).synchronize()
+        def run(): out.append(self.engine.to_host(self.engine.forward_batch(make_context(self.engine, batch), args)))
+        self.engine.stream.submit(run).synchronize()
         for r, token in zip(reqs, out[0].tokens.tolist()):
             r.complete_one(); r.append_host(token)
             if token in self.engine.eos_token_ids and not r.params.ignore_eos: r.finish_reason = "stop"

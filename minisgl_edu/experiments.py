@@ -996,18 +996,11 @@ def decode_setup(model, device, num_rows, length, seed=0):
         return ForwardContext("decode", [at] * n, [at + 1] * n, rows, ids, torch.full_like(rows, at), rows * length + at, rows)
     return model.attention, table, step
 
-# %% ../nbs/12_graphs.ipynb #89a66316
+# %% ../nbs/12_graphs.ipynb #7909d661
 def count_ops(fn):
     "Operations that a call starts; views and empty tensors start nothing"
-    from torch.utils._python_dispatch import TorchDispatchMode
-    class Count(TorchDispatchMode):
-        seen = 0
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name = func.name()
-            self.seen += not (func.is_view or "empty" in name or "view" in name)
-            return func(*args, **(kwargs or {}))
-    with Count() as count: fn()
-    return count.seen
+    with OpCounter() as counter: fn()
+    return sum("empty" not in name and "view" not in name for name in counter.names)
 
 def time_decode(model, device, batches, length, repeats, seed=0):
     "Eager steps and replays of one model, by batch size, in turns: medians and quartiles (ms), and the host's share of them"
@@ -1719,7 +1712,7 @@ def refined_ms(costs, rows, ceilings, rates, num_ops):
     products = sum(c.bytes for c in costs if c.name not in ("embedding", "pointwise", "attention")) / product_gb_s / 1e6
     return float(products), attention, rest
 
-# %% ../nbs/26_benchmark.ipynb #0e91afac
+# %% ../nbs/26_benchmark.ipynb #3660f282
 def decode_at(eng, batch, context):
     "A decode step of `batch` requests that hold `context` tokens each, their pages dealt out in turns, ready to be called"
     from minisgl_edu.core import Batch, Req, SamplingParams
@@ -1757,7 +1750,7 @@ def step_times(device="cpu", quick=False, seed=0):
         rates = {}
         eng.stream.submit(lambda: rates.update(skinny_rates(device, dtype, quick, ops))).synchronize()
         rounds.append((rates, {case: [time_once(step, device) for _ in range(2)] for case, (step, _) in steps.items()}))
-        ops._packed.clear() if hasattr(ops, "_packed") else None
+        if hasattr(ops, "_packed"): ops._packed.clear()
     eng.close()
     rates, rows = {k: statistics.median(r[k] for r, _ in rounds) for k in rounds[0][0]}, []
     for batch, context in grid:

@@ -71,7 +71,7 @@ class Session:
             for uid, reply in unread.items(): yield uid - self.uid, reply
             if self.finished and not self.unread: return
 
-# %% ../nbs/23_server.ipynb #234248ae
+# %% ../nbs/23_server.ipynb #21c68422
 class Metrics:
     "What the server tells Prometheus: three histograms, and at each question the counters and the scheduler's newest stats"
     def __init__(self):
@@ -105,7 +105,7 @@ class Metrics:
     def collect(self):
         "Called by the registry at each question"
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-        t, s = self.totals, Counter(self.stats)
+        t, s = self.totals, Counter(self.stats)  # a Counter: what the scheduler has not told counts zero
         def family(kind, name, text, label, values):
             f = kind(f"minisgl_{name}", text, labels=[label] if label else [])
             for key, value in values.items(): f.add_metric([key] if label else [], value)
@@ -242,8 +242,8 @@ class FrontendManager(Sessions):
         "Stop listening"
         if self._task: self._task.cancel()
 
-# %% ../nbs/23_server.ipynb #9c846b9d
-# Fields of the OpenAI API that ask for what we do not do, with the values that ask for nothing.
+# %% ../nbs/23_server.ipynb #48bdfca2
+# Fields of the OpenAI API, with the values that ask for nothing. An endpoint whose body declares a field supports it; elsewhere only these values pass.
 NEUTRAL = {
     "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",), "parallel_tool_calls": (), "functions": ([],), "function_call": ("none",),
     "response_format": ({"type": "text"},), "best_of": (1,), "echo": (False,), "suffix": ("",), "modalities": (["text"],), "audio": (),

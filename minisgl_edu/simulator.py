@@ -26,7 +26,7 @@ from .engine import EngineConfig, plan_pool
 from .scheduler import Scheduler
 from .overlap import OverlapScheduler
 
-# %% ../nbs/18_simulator.ipynb #12070ae4
+# %% ../nbs/18_simulator.ipynb #488856d3
 @dataclass(frozen=True)
 class Costs:
     "What a step costs beside its roofline; stated, not measured"
@@ -38,7 +38,9 @@ class Costs:
     efficiency: float = 0.7    # Share of the roofline's speed that kernels reach, in (0, 1]
 
     def __post_init__(self):
-        for f in fields(self): check_number(f.name, getattr(self, f.name), 0, 1 if f.name == "efficiency" else math.inf, open_low=f.name == "efficiency")
+        for f in fields(self):
+            is_share = f.name == "efficiency"
+            check_number(f.name, getattr(self, f.name), 0, 1 if is_share else math.inf, open_low=is_share)
 
 # %% ../nbs/18_simulator.ipynb #fd037609
 class VirtualEvent(Event):
@@ -117,7 +119,7 @@ def answer(
     for _ in range(num_tokens): ids.append(next_token(ids[-1], len(ids) - 1, vocab_size))
     return ids[len(prompt):]
 
-# %% ../nbs/18_simulator.ipynb #67d17c10
+# %% ../nbs/18_simulator.ipynb #9b55502d
 _MEANINGLESS = {"model", "dtype", "device", "attention_backend", "cuda_graph_max_bs", "dummy_weights", "seed"}
 
 class VirtualEngine:
@@ -130,7 +132,8 @@ class VirtualEngine:
     ):
         if isinstance(sheet, str) and sheet not in PUBLISHED: raise ValueError(f"no data sheet for {sheet!r}; there are {', '.join(map(repr, PUBLISHED))}")
         if bad := sorted(_MEANINGLESS & set(config)): raise ValueError(f"{', '.join(bad)}: nothing is computed here, so this has no meaning")
-        self.sheet, self.model_config, self.costs = PUBLISHED.get(sheet, sheet) if isinstance(sheet, str) else sheet, model_config, costs
+        self.sheet = PUBLISHED[sheet] if isinstance(sheet, str) else sheet
+        self.model_config, self.costs = model_config, costs
         self.config = EngineConfig(**config)
         plan = plan_pool(self.config, model_config, self.sheet.dtype, self._budget())
         self.page_size, self.num_pages, self.max_seq_len = self.config.page_size, plan.num_pages, plan.max_seq_len

@@ -65,14 +65,14 @@ def tp_step_ms(
     share = roofline_ms(step_costs(config, spans, dtype, size), ceilings) * size / (devices or size)
     return share + exchanges_ms(config, sum(d - c for c, d in spans), len(spans), dtype, size, link)
 
-# %% ../nbs/25_tensor_parallel.ipynb #83079077
+# %% ../nbs/25_tensor_parallel.ipynb #290b68e9
 def rank_config(
     config:ModelConfig, # The whole model
     size:int            # Ranks
 )->ModelConfig: # What one rank holds of it
     "A model as narrow as one rank's part; more ranks than KV heads share heads"
     return replace(config, num_qo_heads=config.num_qo_heads // size, num_kv_heads=max(1, config.num_kv_heads // size),
-        intermediate_size=config.intermediate_size // size, vocab_size=config.vocab_size // size)
+        intermediate_size=config.intermediate_size // size, expert_size=config.expert_size // size, vocab_size=config.vocab_size // size)
 
 def rank_bytes(
     config:ModelConfig, # The whole model
