@@ -54,7 +54,7 @@ class StopMsg:
     "Detokenizer to scheduler: a stop string was found; the request ends without another word"
     uid: int
 
-# %% ../nbs/21_messages.ipynb #fad75a6b
+# %% ../nbs/21_messages.ipynb #48587290
 @dataclass(frozen=True)
 class TokenMsg:
     "Scheduler to detokenizer: one token of one request, its end, or both"
@@ -66,6 +66,7 @@ class TokenMsg:
     cached_tokens: int = 0
     error: ErrorInfo|None = None       # Why, when `finish_reason` is "error"
     logprobs: TokenLogprobs|None = None # Of `token_id`, where the request asks for them
+    at: float|None = field(default=None, compare=False) # When the token was on the host (s, `time.monotonic`: one clock for all processes)
 
 @dataclass(frozen=True)
 class TokenText:
@@ -87,6 +88,7 @@ class ReplyMsg:
     cached_tokens: int = 0
     error: ErrorInfo|None = None     # Why, when `finish_reason` is "error"
     logprobs: list[TokenText]|None = None # One for each of `token_ids`, where the request asks for them
+    at: float|None = field(default=None, compare=False) # When the newest of `token_ids` was on the host
 
 # %% ../nbs/21_messages.ipynb #509302c0
 @dataclass(frozen=True)

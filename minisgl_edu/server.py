@@ -32,14 +32,15 @@ from .core import FINISH_REASONS, MAX_LOGPROBS, RequestError, SamplingParams, ch
 from .messages import AbortMsg, AsyncReceiver, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
 from .text import check_messages
 
-# %% ../nbs/23_server.ipynb #9b8f1c31
+# %% ../nbs/23_server.ipynb #72818b2b
 class Session:
     "One HTTP request on its way: what its choices have said waits here until its reader takes it"
     def __init__(self,
         uid:int,          # Of its first choice; unique among the server's requests
-        num_choices:int=1 # The others' uids follow
+        num_choices:int=1, # The others' uids follow
+        on_sent:Callable[[float], None]=lambda seconds: None # Told how long each piece was on its way, from the engine's host to the socket
     ):
-        self.uid, self.live = uid, set(range(uid, uid + num_choices))
+        self.uid, self.live, self.on_sent = uid, set(range(uid, uid + num_choices)), on_sent
         self.unread: dict[int, ReplyMsg] = {}  # at most one for each choice
         self.event, self.cancelled, self.timer = asyncio.Event(), False, None
         self.arrived, self.heard = time.monotonic(), {}  # when it came; when each choice last had news
@@ -68,12 +69,14 @@ class Session:
             await self.event.wait()
             self.event.clear()
             unread, self.unread = self.unread, {}
-            for uid, reply in unread.items(): yield uid - self.uid, reply
+            for uid, reply in unread.items():
+                yield uid - self.uid, reply
+                if reply.at: self.on_sent(time.monotonic() - reply.at)  # whoever reads comes back when it has written
             if self.finished and not self.unread: return
 
-# %% ../nbs/23_server.ipynb #21c68422
+# %% ../nbs/23_server.ipynb #c3785749
 class Metrics:
-    "What the server tells Prometheus: three histograms, and at each question the counters and the scheduler's newest stats"
+    "What the server tells Prometheus: four histograms, and at each question the counters and the scheduler's newest stats"
     def __init__(self):
         from prometheus_client import CollectorRegistry, Histogram
         self.registry, self.totals, self.stats = CollectorRegistry(), Counter(), {}
@@ -82,6 +85,7 @@ class Metrics:
         self.ttft = times("time_to_first_token", "Arrival to first token")
         self.itl = times("inter_token", "Gap between two tokens of one request")
         self.e2e = times("request", "Arrival to end")
+        self.delivery = times("delivery", "A token on the engine's host to its piece written")
         self.registry.register(self)
 
     def observe(self,
@@ -172,7 +176,7 @@ class Sessions:
         session = self.sessions.pop(uid)
         if session.timer and session.finished: session.timer.cancel()
 
-# %% ../nbs/23_server.ipynb #f8f35e0a
+# %% ../nbs/23_server.ipynb #5826b3b3
 class FrontendManager(Sessions):
     "Between HTTP and the engine"
     def __init__(self,
@@ -206,7 +210,7 @@ class FrontendManager(Sessions):
         if len(self.waiting) + len(jobs) > self.max_waiting:
             self.metrics.totals["rejected"] += len(jobs)
             raise TooBusy(f"{len(self.waiting)} requests wait already, the limit is {self.max_waiting}; try again soon")
-        session = Session(self.next_uid, len(jobs))
+        session = Session(self.next_uid, len(jobs), self.metrics.delivery.observe)
         self.next_uid += len(jobs)
         if self.request_timeout: session.timer = asyncio.get_running_loop().call_later(self.request_timeout, self._expire, session)
         for uid, (prompt, params) in enumerate(jobs, session.uid):

@@ -61,7 +61,7 @@ def spell_logprobs(
         return TokenText(spelled.decode("utf-8", "replace"), tuple(spelled), logprob, top)
     return spell(token_id, logprobs.logprob, tuple(spell(*pair) for pair in logprobs.top))
 
-# %% ../nbs/22_workers.ipynb #f625484d
+# %% ../nbs/22_workers.ipynb #43dbf7bd
 class _Stream:
     "One request in the detokenizer: its text so far, and what the client has not been told"
     def __init__(self,
@@ -88,7 +88,7 @@ class _Stream:
         "What is new since the last call, as one reply"
         if not (self.new_text or self.finish_reason): return None
         reply = ReplyMsg(self.uid, self.new_text, self.new_ids, self.finish_reason,
-            self.last.prompt_tokens, self.count, self.last.cached_tokens, self.last.error, self.new_logprobs or None)
+            self.last.prompt_tokens, self.count, self.last.cached_tokens, self.last.error, self.new_logprobs or None, self.last.at)
         self.new_text, self.new_ids, self.new_logprobs = "", [], []
         return reply
 
@@ -117,7 +117,7 @@ class DetokenizerLoop:
             if stream.finish_reason: del self.streams[m.uid]
         return replies + [r for s in touched.values() if (r := s.take())], stops
 
-# %% ../nbs/22_workers.ipynb #3ff7e5ce
+# %% ../nbs/22_workers.ipynb #8d13f8fe
 class SchedulerLoop:
     "Requests in, tokens out: the scheduler's steps between its messages"
     STATS_SECONDS = 0.25 # at most this often
@@ -154,7 +154,7 @@ class SchedulerLoop:
     def _message(self, e:TokenEvent)->TokenMsg:
         params = self.params.pop(e.uid, None)  # with the first message only
         return TokenMsg(e.uid, e.token_id, e.finish_reason, params, e.prompt_tokens, e.cached_tokens,
-            e.error and ErrorInfo.of(e.error), e.logprobs)
+            e.error and ErrorInfo.of(e.error), e.logprobs, time.monotonic())
 
     def new_stats(self,
         now:float # A monotonic clock (s)
