@@ -208,23 +208,22 @@ def _rank_main(fn, rank, size, device, init_method, threads, timeout, conn, args
     except (EOFError, OSError): pass
     if group is not None: group.close()
 
-# %% ../nbs/03_distributed.ipynb #0e2b86fb
+# %% ../nbs/03_distributed.ipynb #f99c0a72
 def _collect(procs, conns, timeout):
     "Results by rank, or the first failure's reason"
-    results, open_, deadline = {}, dict(enumerate(conns)), time.monotonic() + timeout
+    results, failures, open_, deadline = {}, [], dict(enumerate(conns)), time.monotonic() + timeout
     while open_:
-        ready = wait_any(list(open_.values()), max(0, deadline - time.monotonic()))
-        if not ready: raise TimeoutError(f"ranks {sorted(open_)} gave no result within {timeout} s")
-        failures = []
+        ready = wait_any(list(open_.values()), 1 if failures else max(0, deadline - time.monotonic()))
+        if not ready and not failures: raise TimeoutError(f"ranks {sorted(open_)} gave no result within {timeout} s")
         for rank in [r for r, c in open_.items() if c in ready]:
             conn = open_.pop(rank)
             try: ok, value = pickle.loads(conn.recv_bytes())
             except EOFError:
                 procs[rank].join(5)
-                ok, value = False, (time.monotonic(), f"its process ended with code {procs[rank].exitcode} before it reported", "")
+                ok, value = False, (0.0, f"its process ended with code {procs[rank].exitcode} before it reported", "")
             if ok: results[rank] = value
             else: failures.append((*value, rank))
-        if failures: # one rank's failure breaks the others: the earliest is the cause
+        if failures and not (ready and open_): # one rank's failure breaks the others: the cause is a death, or else the earliest
             _, what, trace, rank = min(failures)
             raise RuntimeError(f"rank {rank} failed: {what}" + (f"\n\n{trace}" if trace else ""))
     return [results[r] for r in range(len(procs))]
