@@ -25,13 +25,15 @@ help:
 	@echo "make stress  200,000 random scheduler steps against every invariant (ARGS=\"--steps 5000 --seed 3\")"
 	@echo "make html    the book as web pages, in _book/"
 	@echo "make export  notebooks -> modules, and clean the notebooks"
+	@echo "make setup   only the environment; make fetch: only the model"
 	@echo "make clean   remove the environment and all that was built"
+	@echo 'variables:   ARGS="--port 8000"  PYTHON=python3.12  TORCH_INDEX=https://download.pytorch.org/whl/cpu  WORKERS=2'
 
 setup: $(READY)
 
 $(READY): settings.ini setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or later is needed, this is %d.%d; try make PYTHON=python3.12 ..." % sys.version_info[:2])'
-	@echo "== setting up $(VENV): about two minutes, 2.5 GB (more with a CUDA build of torch)"
+	@echo "== setting up $(VENV): a minute or more, about 3 GB (several GB more with a CUDA build of torch); pip says nothing meanwhile"
 	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module does not work here; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@$(BIN)/python -m pip install -qq --upgrade pip
 	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install -qq --index-url "$(TORCH_INDEX)" \

@@ -1,6 +1,12 @@
 """An LLM inference engine you can read in a week and believe in."""
 __version__ = "0.1.0"
 
+# Idle OpenMP threads that spin starve whatever shares the cores: our worker processes, and everybody else's.
+# Read once, when torch loads; whoever has chosen keeps the choice.
+import os
+if "OMP_WAIT_POLICY" not in os.environ: os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+del os
+
 # Names of the public face and the chapter that defines each. Imported on first use, so that
 # `from minisgl_edu.core import Req` and spawned worker processes do not load the whole engine.
 _PUBLIC = {

@@ -201,7 +201,7 @@ def table(
         lines.append(f"{r['workload']:28} {r['peer']:26} {r['tokens_per_s']:9.1f} {r['low']:7.1f}..{r['high']:<6.1f} {ratio:>8} {share:>12}")
     return "\n".join(lines)
 
-# %% ../nbs/26_benchmark.ipynb #fbaad974
+# %% ../nbs/26_benchmark.ipynb #7a283e49
 class Session(NamedTuple):
     "A client: it arrives, and says one thing after another, each when the last was answered"
     at: float                     # Seconds after the start
@@ -248,7 +248,7 @@ def load_trace(
             if not 0 <= s.at < float("inf"): raise ValueError(f"session {i} arrives at {s.at}")
             if not s.turns or any(n < 1 for _, n in s.turns): raise ValueError(f"session {i} needs turns with answers of at least one token")
         return trace
-    except (OSError, ValueError, KeyError, TypeError) as e: raise ValueError(f"{path} is not a trace: {type(e).__name__}: {e}") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as e: raise ValueError(f"{path} is not a trace: {type(e).__name__}: {e}") from None
 
 # %% ../nbs/26_benchmark.ipynb #fa8c564a
 async def stream_answer(
@@ -385,7 +385,7 @@ def median_of_counts(
         low, below = bound, count
     return float("nan")
 
-# %% ../nbs/26_benchmark.ipynb #f62c3ea0
+# %% ../nbs/26_benchmark.ipynb #c6062a0f
 def run_online(
     model=None,                     # Directory or hub id; None is the default model
     device="cpu",
@@ -407,7 +407,7 @@ def run_online(
         start = time.perf_counter()
         results = run_async(lambda: replay(server.url, trace, ignore_eos=True))
         seconds = time.perf_counter() - start
-        rows.append(dict(kind="load", sessions=len(trace), seconds=seconds, last_arrival=trace[-1].at, **(load := summarize(results)), tokens_per_s=load["tokens"] / seconds))
+        rows.append(dict(kind="load", sessions=len(trace), seconds=seconds, last_arrival=max(s.at for s in trace), **(load := summarize(results)), tokens_per_s=load["tokens"] / seconds))
         rows += turn_ttft(llm, {"transformers": transformers_peer(hf, 1)}, vocab, (32, 16, 4, 2) if quick else (128, 64, 16, 5), seed)
         rounds, before = [], delivery_counts(server.url)
         for i in range(1 if quick else 3):

@@ -64,12 +64,14 @@ def _rope_kind(
     if kind not in ROPE_TYPES: raise ValueError(f"rope type {kind!r} is not supported{why}; supported: {', '.join(ROPE_TYPES)}")
     return kind
 
-# %% ../nbs/04_checkpoint.ipynb #c4a2c4d0
+# %% ../nbs/04_checkpoint.ipynb #d82fde4c
 def _rope(
     raw:dict # config.json
 )->tuple[float, dict|None]: # (theta, scaling or None)
     "Rotary settings in the old spelling (`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`)"
     old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    for name, given in (("rope_scaling", old), ("rope_parameters", new)):
+        if not isinstance(given, dict): raise ValueError(f"{name} must be an object, got {given!r}")
     params, kind = {**new, **old}, _rope_kind(old or new)
     if old and new and kind != _rope_kind(new): raise ValueError(f"rope_scaling ({kind!r}) and rope_parameters ({_rope_kind(new)!r}) contradict each other")
     need, may = ROPE_TYPES[kind]
@@ -83,8 +85,9 @@ def _rope(
     bad = [n for n, v in numbers.items() if (v is None and n in need) or (v is not None and n != "truncate" and (type(v) not in (int, float) or not 0 < v < math.inf))]
     if bad: raise ValueError(f"rope type {kind!r} needs positive numbers: {', '.join(f'{n}={numbers[n]!r}' for n in bad)}")
     if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]: raise ValueError("rope type 'llama3' needs high_freq_factor > low_freq_factor")
-    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    return theta, None if kind == "default" else {"rope_type": kind, **{n: v for n, v in numbers.items() if v is not None}}
+    theta = next((t for t in (params.get("rope_theta"), raw.get("rope_theta")) if t is not None), 10000.0)
+    if type(theta) not in (int, float) or not 1 < theta < math.inf: raise ValueError(f"rope_theta must be a number above 1, got {theta!r}")
+    return float(theta), None if kind == "default" else {"rope_type": kind, **{n: v for n, v in numbers.items() if v is not None}}
 
 # %% ../nbs/04_checkpoint.ipynb #ba61a79c
 _ONLY = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, partial_rotary_factor=1.0, use_mrope=False, use_sliding_window=False)
@@ -162,7 +165,7 @@ def _experts(
     sparse = tuple(i for i in range(raw["num_hidden_layers"]) if i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0)
     return dict(num_experts=num, experts_per_token=chosen, expert_size=raw["moe_intermediate_size"], norm_topk=bool(raw.get("norm_topk_prob")), sparse_layers=sparse)
 
-# %% ../nbs/04_checkpoint.ipynb #70ecdf27
+# %% ../nbs/04_checkpoint.ipynb #0bc8f11b
 @dataclass(frozen=True)
 class ModelConfig:
     "What the engine needs to know about a model, under one set of names"
@@ -196,7 +199,9 @@ class ModelConfig:
         eos:Iterable[int]=()  # End-of-sequence ids found in other files too
     )->ModelConfig:
         "Read the fields, or refuse by name what is missing or not supported"
-        arch = (raw.get("architectures") or [None])[0]
+        names = raw.get("architectures") or [None]
+        if not isinstance(names, list): raise ValueError(f"architectures must be a list of names, got {names!r}")
+        arch = names[0]
         if arch not in FAMILIES: raise ValueError(f"unknown architecture {arch!r}; supported: {', '.join(FAMILIES)}")
         family = FAMILIES[arch]
         full = {**family.defaults, **raw}
@@ -211,8 +216,11 @@ class ModelConfig:
         if scaling and scaling["rope_type"] == "yarn": limit = max(limit, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
         window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
         if window and window < limit: raise ValueError(f"sliding_window={window} is not supported: it hides tokens from a context of {limit}; null means none")
+        eps, tied = (full.get("rms_norm_eps"), full.get("tie_word_embeddings"))
+        if eps is not None and (type(eps) not in (int, float) or not 0 <= eps < math.inf): raise ValueError(f"rms_norm_eps must be a number from 0 on, got {eps!r}")
+        if not isinstance(tied, (bool, type(None))): raise ValueError(f"tie_word_embeddings must be true or false, got {tied!r}")
         return cls(arch, full["vocab_size"], hidden, full["intermediate_size"], full["num_hidden_layers"], heads, kv_heads, head_dim,
-            float(full.get("rms_norm_eps") or 1e-6), theta, scaling, limit, bool(full.get("tie_word_embeddings", False)), family.attention_bias,
+            float(1e-6 if eps is None else eps), theta, scaling, limit, bool(tied), family.attention_bias,
             family.qk_norm, tuple(sorted(set(eos) | _as_ids(full.get("eos_token_id")))), full.get("model_type", ""),
             **(_experts(full) if family.experts else {}), raw=raw)
 
@@ -280,21 +288,24 @@ def materialize(
         for name, b in sub._buffers.items():
             if b is not None: sub._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.to(device)
 
-# %% ../nbs/04_checkpoint.ipynb #8b8bcfd4
+# %% ../nbs/04_checkpoint.ipynb #868291c3
 def checkpoint_files(
     path:str|Path # Model directory
 )->list[Path]: # Its safetensors files
     "The weight files: one `model.safetensors`, or the shards its index names"
     path = Path(path); index = path/"model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set((_read_json(index).get("weight_map") or {}).values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or any(not isinstance(n, str) or Path(n).name != n for n in weight_map.values()):
+            raise ValueError(f"{index}: weight_map must map tensor names to file names")
+        names = sorted(set(weight_map.values()))
         if gone := [n for n in names if not (path/n).is_file()]: raise FileNotFoundError(f"{path} lacks {', '.join(gone)}, named by {index.name}")
         return [path/n for n in names]
     if (path/"model.safetensors").is_file(): return [path/"model.safetensors"]
     other = " (only other weight formats are there)" if list(path.glob("*.bin")) or list(path.glob("*.gguf")) else ""
     raise FileNotFoundError(f"{path} has no model.safetensors and no model.safetensors.index.json{other}")
 
-# %% ../nbs/04_checkpoint.ipynb #44df111e
+# %% ../nbs/04_checkpoint.ipynb #00e68a6a
 def _copy_slot(
     slot:WeightSlot, # Where it goes
     name:str,        # Tensor name, for messages
@@ -305,6 +316,7 @@ def _copy_slot(
     if shape != tuple(slot.shape): raise ValueError(f"{name} has shape {list(shape)}, the config asks for {list(slot.shape)}")
     part = source[slot.src or tuple(slice(None) for _ in shape)]
     if part.shape != slot.target.shape: raise ValueError(f"{name}: part {list(part.shape)} does not fit {list(slot.target.shape)}")
+    if not part.is_floating_point(): raise ValueError(f"{name} holds {part.dtype}, not floating-point weights; quantised checkpoints are not supported")
     slot.target.copy_(part)
 
 # %% ../nbs/04_checkpoint.ipynb #d0c669fe

@@ -46,7 +46,7 @@ ENGINE_FLAGS = [
     Flag("dummy_weights", ("--dummy-weights", "--dummy-weight"), None, "random weights: for speed, not for text"),
 ]
 
-# %% ../nbs/27_cli.ipynb #fed9b0c5
+# %% ../nbs/27_cli.ipynb #a5982101
 SERVER_FLAGS = [
     Flag("host", ("--host",), str, "address to listen on"),
     Flag("port", ("--port",), int, "port, 1919 if left out; 0 takes a free one"),
@@ -59,7 +59,7 @@ SERVER_FLAGS = [
     Flag("api_key", ("--api-key",), str, "what clients must show; other users of this machine can read it here, so better set MINISGL_API_KEY"),
     Flag("cors_origins", ("--cors-origins",), str, "web sites whose pages may call the server, with commas between"),
     Flag("tp", ("--tp", "--tp-size", "--tensor-parallel-size"), int, "ranks that share the model"),
-    Flag("watchdog_seconds", ("--watchdog-seconds",), float, "a scheduler that has work and stands still for this long is given up"),
+    Flag("watchdog_seconds", ("--watchdog-seconds",), float, "a scheduler that has work and stands still for this long is given up (60); must be longer than one layer of a chunk takes"),
 ]
 
 # %% ../nbs/27_cli.ipynb #e80a2d0e

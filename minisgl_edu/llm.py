@@ -95,16 +95,16 @@ def _engine_config(
     if bad := sorted(set(options) - known): raise TypeError(f"LLM got unknown keyword(s) {', '.join(bad)}; it takes {', '.join(sorted(known))}")
     return EngineConfig(model=model, **options)
 
-# %% ../nbs/20_llm.ipynb #6f49e368
+# %% ../nbs/20_llm.ipynb #270deabd
 def _is_one(
     prompts # What the user gave
 )->bool:
     "Is this one prompt (text, token ids or messages) rather than a list of prompts?"
     if isinstance(prompts, str): return True
     if not isinstance(prompts, (list, tuple)): raise RequestError(f"prompts must be text, token ids or a list of them, got {prompts!r}", "prompt")
-    return len(prompts) > 0 and all(isinstance(p, dict) or hasattr(p, "__index__") for p in prompts)
+    return len(prompts) > 0 and all(isinstance(p, dict) or hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in prompts)
 
-# %% ../nbs/20_llm.ipynb #165606f0
+# %% ../nbs/20_llm.ipynb #71d5a05b
 class Sessions:
     "The live requests of one process, and the one hand that steps the scheduler for all of them"
     def __init__(self,
@@ -124,6 +124,7 @@ class Sessions:
             if self.closed: raise RuntimeError("this LLM is closed")
             yield
             self._release_dropped()
+            self._settle()
         finally: self._lock.release()
 
     def add(self,
@@ -160,13 +161,19 @@ class Sessions:
     def _release_dropped(self):
         while self.dropped: self.release([self.dropped.popleft()])
 
+    def _settle(self):
+        "An overlapped loop is one step ahead: let the step that was launched in vain pass"
+        while self.scheduler.has_work and not self.live: self.scheduler.step()
+
     def drop(self,
         session:Session # Nobody will read it any more
     ):
         "Like `release`, from any thread at any moment: at once, or by whoever is in a call right now"
         if not session.done: self.dropped.append(session)
         while self.dropped and self._lock.acquire(blocking=False):
-            try: self._release_dropped()
+            try:
+                self._release_dropped()
+                self._settle()
             finally: self._lock.release()
 
 # %% ../nbs/20_llm.ipynb #a66c40d4

@@ -224,7 +224,7 @@ class SamplingArgs:
     logprob_rows: torch.Tensor|None = None # Rows that ask for log-probabilities, if any
     logprobs: dict[int,int]|None = None    # The same for the host: row -> how many alternatives
 
-# %% ../nbs/11_sampling.ipynb #1b0a9c57
+# %% ../nbs/11_sampling.ipynb #fc53313e
 def prepare(
     reqs:Sequence[Req],                 # The rows of the batch, scheduled but not yet completed
     token_pool:torch.Tensor|None=None   # [rows, max_len] on the device, by the requests' `table_idx`; None: the host knows all tokens
@@ -240,7 +240,7 @@ def prepare(
     def ranks(p): return p.top_k != -1 or p.top_p < 1 or p.min_p > 0
     ranked = rows(lambda p: not p.is_greedy and ranks(p))
     return SamplingArgs(False, len(ranked) > 0, rows(lambda p: p.is_greedy), rows(lambda p: not p.is_greedy and not ranks(p)), ranked,
-        tensor([max(p.temperature, 1e-20) for p in params], torch.float32), # smaller ones divide to infinity, or are zero in float32
+        tensor([min(max(p.temperature, 1e-20), 1e30) for p in params], torch.float32), # smaller ones divide to infinity, or are zero in float32
         tensor([p.top_k if p.top_k != -1 else 2**62 for p in params], torch.int64),
         tensor([p.top_p for p in params], torch.float64), tensor([p.min_p for p in params], torch.float32),
         tensor([uniform(with_seed(r.params, r.uid).seed, r.device_len - r.prompt_len) for r in reqs], torch.float64), **extras)

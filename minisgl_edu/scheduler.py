@@ -325,7 +325,7 @@ class Queues:
         self.prefill.add(req, front=True)
         self.counts["retracted"] += 1
 
-# %% ../nbs/16_scheduler.ipynb #812532a0
+# %% ../nbs/16_scheduler.ipynb #54486555
 class Steps(Queues):
     "Schedule, launch, process: the three pieces of every loop"
     def _schedule(self)->Plan|None:
@@ -360,8 +360,8 @@ class Steps(Queues):
         self.launched.popleft()
         for i, (req, span, token) in enumerate(zip(plan.batch.reqs, plan.batch.spans, tokens)):
             if error is not None: self._fail(req, span, error)
-            elif req.finish_reason: continue  # ended while the step ran: its token is thrown away
             elif token < 0: self._fail(req, span, RequestError("the model's scores for the next token are not finite numbers (NaN or infinity)", code="not_finite"))
+            elif req.finish_reason: continue  # ended while the step ran: its token is thrown away
             elif not span.is_chunk: self._append(req, token, logprobs.get(i))  # a chunk's is, too: no news, and no end
             if span.device_len - span.cached_len > 1 and not req.finish_reason: self._keep(req, span)
         self._release()

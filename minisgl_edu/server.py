@@ -74,7 +74,7 @@ class Session:
                 if reply.at: self.on_sent(time.monotonic() - reply.at)  # whoever reads comes back when it has written
             if self.finished and not self.unread: return
 
-# %% ../nbs/23_server.ipynb #c3785749
+# %% ../nbs/23_server.ipynb #bfb6ab56
 class Metrics:
     "What the server tells Prometheus: four histograms, and at each question the counters and the scheduler's newest stats"
     def __init__(self):
@@ -104,7 +104,8 @@ class Metrics:
                 for _ in range(n): self.itl.observe((now - before) / n)
         if reply.finish_reason:
             self.e2e.observe(now - session.arrived)
-            self.totals.update({reply.finish_reason: 1, "prompt_tokens": reply.prompt_tokens, "cached_tokens": reply.cached_tokens})
+            self.totals[reply.finish_reason] += 1
+            if reply.finish_reason in ("stop", "length"): self.totals.update(prompt_tokens=reply.prompt_tokens, cached_tokens=reply.cached_tokens)
 
     def collect(self):
         "Called by the registry at each question"
@@ -311,7 +312,7 @@ class CompletionBody(PromptBody):
     echo: bool|None = None                   # Begin each answer with its prompt
     logprobs: int|None = None                # Tell how likely each token was, and this many likeliest ones
 
-# %% ../nbs/23_server.ipynb #528cf4c2
+# %% ../nbs/23_server.ipynb #32716c8a
 def sampling_params(
     body:Body,                    # A parsed body
     default_max_tokens:int|None   # When the client names no limit; None is the room left
@@ -324,6 +325,7 @@ def sampling_params(
         bad = next((k for k in body.logit_bias if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
         if bad is not None: raise RequestError(f"logit_bias names token {bad!r}; token ids are integers from 0 on", "logit_bias")
         given["logit_bias"] = {int(k): v for k, v in body.logit_bias.items()}
+        if len(given["logit_bias"]) < len(body.logit_bias): raise RequestError("logit_bias names a token twice", "logit_bias")
     limit, newer = body.max_tokens, getattr(body, "max_completion_tokens", None)
     if None not in (limit, newer) and limit != newer:
         raise RequestError(f"max_tokens={limit} and max_completion_tokens={newer} disagree; give one", "max_completion_tokens")
@@ -637,7 +639,7 @@ def add_error_handlers(
         body = exc.detail if isinstance(exc.detail, dict) else error_body(str(exc.detail))
         return JSONResponse(body, exc.status_code, headers=exc.headers)
 
-# %% ../nbs/23_server.ipynb #809a0e9a
+# %% ../nbs/23_server.ipynb #d0fed606
 class Gate:
     "ASGI middleware in front of all endpoints: the API key, the length of the body, the request id"
     OPEN = ("/", "/health", "/health/live") # for everybody: what tells nothing, and what a load balancer asks
@@ -654,8 +656,9 @@ class Gate:
         async def send_with_id(message):
             if message["type"] == "http.response.start": message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
-        shown = headers.get(b"authorization", b"")
-        if self.key and scope["path"] not in self.OPEN and not hmac.compare_digest(shown, f"Bearer {self.key}".encode()):
+        scheme, _, shown = headers.get(b"authorization", b"").partition(b" ")
+        right = hmac.compare_digest(shown.strip(), self.key.encode()) and scheme.lower() == b"bearer" if self.key else True
+        if not right and scope["path"] not in self.OPEN:
             body = error_body("wrong or missing API key; send the header Authorization: Bearer KEY", code="invalid_api_key")
             return await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send_with_id)
         announced = headers.get(b"content-length", b"0")

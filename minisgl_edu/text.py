@@ -87,12 +87,13 @@ def encode_chat(
             raise RequestError(f"this model's chat template has no place for the role {sent['role']!r}", "messages")
     return list(tokenizer.encode(text, add_special_tokens=False))
 
-# %% ../nbs/19_text.ipynb #1098b2c4
+# %% ../nbs/19_text.ipynb #a8500f84
 def encode(
     tokenizer, # A transformers tokenizer; None is enough for token ids
     prompt:str|Sequence[int]|Sequence[dict] # Plain text, token ids, or chat messages
 )->list[int]: # Token ids
     "Token ids of a prompt in any of its three forms"
+    if getattr(prompt, "ndim", 0) == 1: prompt = prompt.tolist()  # an array or a tensor of token ids
     if isinstance(prompt, (list, tuple)) and not any(isinstance(p, dict) for p in prompt):
         for p in prompt:
             if isinstance(p, bool) or not hasattr(p, "__index__"): raise RequestError(f"prompt must be text or a list of token ids, got {p!r} in the list", "prompt")

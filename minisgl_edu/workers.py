@@ -31,12 +31,20 @@ def _refusal(
     if not isinstance(error, RequestError): _log.error("request %d failed: %r", uid, error)
     return ReplyMsg(uid, finish_reason="error", error=ErrorInfo.of(error))
 
-# %% ../nbs/22_workers.ipynb #33279629
+# %% ../nbs/22_workers.ipynb #77494f96
 class TokenizerLoop:
     "Prompts in, token ids out; a prompt it refuses goes back to the frontend"
     def __init__(self,
         encode:Callable[[Any],list[int]] # From a prompt to token ids; raises `RequestError` for a bad one
-    ): self.encode = encode
+    ): self.encode, self.last = encode, (None, None, None)
+
+    def _ids(self, prompt):
+        "The choices of one request come one after another with the same prompt: it is read once"
+        if self.last[0] != prompt:
+            try: self.last = prompt, self.encode(prompt), None
+            except Exception as e: self.last = prompt, None, e
+        if self.last[2]: raise self.last[2]
+        return self.last[1]
 
     def handle(self,
         msgs:list[TokenizeMsg|AbortMsg|WatchMsg]
@@ -45,7 +53,7 @@ class TokenizerLoop:
         forward, refused = [], []
         for m in msgs:
             if isinstance(m, (AbortMsg, WatchMsg)): forward.append(m); continue
-            try: forward.append(SubmitMsg(m.uid, self.encode(m.prompt), m.params))
+            try: forward.append(SubmitMsg(m.uid, self._ids(m.prompt), m.params))
             except Exception as e: refused.append(_refusal(m.uid, e))
         return forward, refused
 

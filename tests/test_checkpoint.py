@@ -473,7 +473,8 @@ def test_resolve_model(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change, word", [({"num_key_value_heads": "2"}, "num_key_value_heads"), ({"head_dim": 2.5}, "head_dim"), ({"max_position_embeddings": 0}, "max_position_embeddings"),
                                           ({"rope_parameters": {"rope_type": "llama3"}}, "original_max_position_embeddings"), ({"rope_parameters": {"full_attention": {}}}, "full_attention"),
-                                          ({"rope_scaling": "x"}, ""), ({"architectures": 5}, "")])
+                                          ({"rope_scaling": "x"}, "rope_scaling"), ({"architectures": 5}, "architectures"),
+                                          ({"rms_norm_eps": -1.0}, "rms_norm_eps"), ({"rope_theta": float("inf")}, "rope_theta"), ({"tie_word_embeddings": "false"}, "tie_word_embeddings")])
 def test_odd_values_in_a_config_are_refused_by_file_and_name(tmp_path, change, word):
     import json
     from minisgl_edu.checkpoint import ModelConfig

@@ -322,3 +322,20 @@ def test_penalties_and_bias_change_the_text(llm):
     assert len(set(plain)) < 8 and len(set(moved)) > 16
     never = llm.generate("I like cats. I like cats. I", ids(24, logit_bias={t: -100 for t in set(plain)}))[0].token_ids
     assert not set(never) & set(plain)
+
+
+def test_an_overlapped_engine_is_idle_after_a_call(tiny_model_dir):
+    "The step launched in vain is through before the call returns"
+    with LLM(str(tiny_model_dir), device="cpu", dtype="float64", page_size=4, num_pages=64, max_running_requests=4, disable_overlap=False) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        end = llm.generate([[5, 6, 7]], greedy)[0].token_ids[4]
+        llm.scheduler._eos = frozenset([end])
+        out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=12))[0]
+        assert out.finish_reason == "stop" and not llm.scheduler.has_work
+        assert_idle(llm)
+
+
+def test_arrays_are_prompts(tiny):
+    import numpy as np
+    greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    assert tiny.generate([np.array([5, 6]), torch.tensor([7, 8])], greedy) == tiny.generate([[5, 6], [7, 8]], greedy)

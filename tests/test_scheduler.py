@@ -498,3 +498,23 @@ def test_decode_leaves_out_who_only_waits_for_its_last_token():
     assert uids(d.schedule()) == [0]
     d.remove(a); d.remove(a)
     assert d.schedule() is None
+
+
+@pytest.mark.parametrize("leave", ["abort", "stop"])
+def test_nothing_of_a_step_that_went_wrong_is_cached_when_its_client_has_gone(make_scheduler, leave):
+    "A prompt whose step gave NaN, and whose request ended meanwhile, poisons no later request"
+    s = make_scheduler(page_size=1, num_pages=64, cache="radix", disable_overlap=False)
+    prompt, real = prompt_of(12), s.engine.model.embedding.forward
+    s.engine.model.embedding.forward = lambda ids: real(ids) * float("nan")  # one step of the device goes wrong
+    s.add(0, prompt, greedy(4))
+    plan = s._schedule()
+    s._launch(plan)
+    plan.event.synchronize()
+    s.engine.model.embedding.forward = real
+    getattr(s, leave)(0)
+    while s.has_work: s.step()
+    assert s.cache.cached_pages == 0
+    s.add(1, prompt, greedy(4))
+    events = []
+    while s.has_work: events += s.step()
+    assert events[-1].finish_reason == "length" and events[-1].cached_tokens == 0

@@ -307,3 +307,18 @@ def test_the_page_map_is_made_only_while_somebody_looks():
     assert "pages" not in loop.new_stats(now)[0].stats
     assert loop.handle(forward) == [] and loop.new_stats(now)[0].stats["pages"] == "..u"
     assert "pages" not in loop.new_stats(now + 60)[0].stats
+
+
+def test_equal_prompts_in_a_row_are_read_once():
+    "The choices of one request cost one tokenization, also when it is refused"
+    read = []
+    def encode(prompt):
+        read.append(prompt)
+        if prompt == "bad": raise RequestError("too long", "prompt")
+        return [len(read)]
+    loop = TokenizerLoop(encode)
+    forward, refused = loop.handle([TokenizeMsg(i, "good", P) for i in range(5)])
+    assert [m.input_ids for m in forward] == [[1]] * 5 and not refused and read == ["good"]
+    forward, refused = loop.handle([TokenizeMsg(i, "bad", P) for i in range(5)])
+    assert not forward and [m.error.message for m in refused] == ["too long"] * 5 and read == ["good", "bad"]
+    assert loop.handle([TokenizeMsg(9, "good", P)])[0][0].input_ids == [3]
