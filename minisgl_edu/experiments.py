@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'engine', 'resources', 'prefill', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'engine', 'resources', 'prefill', 'host_ms', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -1193,6 +1193,24 @@ def prefill(device="cpu", quick=False, seed=0):
             mean_ttft_ms=over(lambda r: sum(ends(s) * end for s, _, end in r) / count), mean_ttft_roofline_ms=sum(ends(s) * sum(roof[:i + 1]) for i, s in enumerate(spans)) / count))
     eng.close()
     return rows
+
+# %% ../nbs/16_scheduler.ipynb #de2b6cd2
+def host_ms(sched, batch, steps):
+    "The scheduler's own time for one decode step (ms, median): schedule, launch, process, the wait for the device left out"
+    import statistics, time
+    from minisgl_edu.core import SamplingParams
+    for uid in range(batch): sched.add(uid, [5] * 20, SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True))
+    times = []
+    while sched.has_work:
+        start = time.perf_counter()
+        plan = sched._schedule()
+        sched._launch(plan)
+        launched = time.perf_counter()
+        plan.event.synchronize()
+        waited = time.perf_counter()
+        sched._process(plan)
+        if plan.batch.phase == "decode": times.append((launched - start + time.perf_counter() - waited) * 1e3)
+    return statistics.median(times)
 
 # %% ../nbs/16_scheduler.ipynb #6c3dd429
 @experiment("16_scheduler", title="Continuous against static batching", units={"seconds": "s", "low": "s", "high": "s", "roofline_s": "s"})

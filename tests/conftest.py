@@ -1,5 +1,5 @@
 "Fixtures that all tests share: a tiny random model, the default model, its tokenizer"
-import os
+import json, os
 
 # Before torch and tokenizers start their threads; spawned workers inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -57,3 +57,34 @@ def tokenizer(model_dir):
     "The default model's tokenizer"
     from minisgl_edu.text import load_tokenizer
     return load_tokenizer(model_dir)
+
+
+@pytest.fixture
+def make_engine(tiny_model_dir):
+    "Engines over the tiny float64 model; closed at the end"
+    from minisgl_edu.engine import Engine, EngineConfig
+    engines = []
+    def make(**kw):
+        kw = dict(model=str(tiny_model_dir), dtype="float64", device="cpu", num_pages=64, max_running_requests=8) | kw
+        engines.append(Engine(EngineConfig(**kw)))
+        return engines[-1]
+    yield make
+    for e in engines: e.close()
+
+
+def greedy(max_tokens):
+    "Greedy to the last token"
+    from minisgl_edu.core import SamplingParams
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+async def stream_text(client, body):
+    "The whole text of one stream of `/generate`, which must end in order"
+    text, done = "", False
+    async with client.stream("POST", "/generate", json={**body, "stream": True}) as r:
+        assert r.status_code == 200
+        async for line in r.aiter_lines():
+            if line == "data: [DONE]": done = True
+            elif line: text += json.loads(line[6:])["text"]
+    assert done
+    return text

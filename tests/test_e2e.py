@@ -4,6 +4,7 @@ import asyncio, json, socket, time
 import httpx
 import pytest
 
+from conftest import stream_text
 from minisgl_edu.core import SamplingParams
 
 openai = pytest.importorskip("openai")
@@ -203,14 +204,7 @@ def test_two_hundred_at_once_each_answered_as_if_alone(server, tokenizer):
     async def one(client, prompt, stream=True):
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": stream}
         if not stream: return (await client.post("/generate", json=body)).json()["text"]
-        text, done = "", False
-        async with client.stream("POST", "/generate", json=body) as r:
-            assert r.status_code == 200
-            async for line in r.aiter_lines():
-                if line == "data: [DONE]": done = True
-                elif line: text += json.loads(line[6:])["text"]
-        assert done
-        return text
+        return await stream_text(client, body)
     async def go():
         limits = httpx.Limits(max_connections=200)
         async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:

@@ -3,6 +3,7 @@ import logging, subprocess, sys
 
 import pytest, torch
 
+from conftest import greedy
 from minisgl_edu.core import Req, SamplingParams
 from minisgl_edu.checkpoint import ModelConfig, load_weights, save_random_model
 from minisgl_edu.distributed import single
@@ -15,18 +16,6 @@ CPU = torch.device("cpu")
 WORK = [([5, 9, 2, 44], 9), ([17], 12), (list(range(3, 40)), 5), ([7] * 15, 1), ([1, 2, 3, 4, 5, 6, 7, 8], 7), (list(range(100, 117)), 20)]
 
 
-@pytest.fixture
-def make_engine(tiny_model_dir):
-    "Engines over the tiny float64 model; closed at the end"
-    engines = []
-    def make(**kw):
-        kw = dict(model=str(tiny_model_dir), dtype="float64", device="cpu", num_pages=64, max_running_requests=8) | kw
-        engines.append(Engine(EngineConfig(**kw)))
-        return engines[-1]
-    yield make
-    for e in engines: e.close()
-
-
 @pytest.fixture(scope="module")
 def naive(tiny_model_dir):
     "The naive loop's tokens for `WORK`: no cache, no batch, float64"
@@ -35,9 +24,6 @@ def naive(tiny_model_dir):
         model = create_model(config, TorchOps(), DenseAttention(), single())
         load_weights(model, tiny_model_dir, CPU, torch.float64)
         return [generate_naive(model, ids, n) for ids, n in WORK]
-
-
-def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
 @pytest.mark.parametrize("text, value", [(7, 7), ("7", 7), ("2GiB", 2 << 30), ("1.5 kb", 1500), ("512MB", 512 * 10**6), (" 3 MiB ", 3 << 20), ("2tib", 2 << 40)])

@@ -5,6 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from conftest import stream_text
 from minisgl_edu.checkpoint import save_random_model
 from minisgl_edu.launch import ServerConfig, start_server
 
@@ -61,17 +62,6 @@ async def raw(server, data, read=0, pause=0.0, close_after=None):
 
 
 def http(path, body): return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-async def stream_text(client, body):
-    text, done = "", False
-    async with client.stream("POST", "/generate", json={**body, "stream": True}) as r:
-        assert r.status_code == 200
-        async for line in r.aiter_lines():
-            if line == "data: [DONE]": done = True
-            elif line: text += json.loads(line[6:])["text"]
-    assert done
-    return text
 
 
 async def five_hundred(server, rng, alone):

@@ -6,6 +6,7 @@ import logging
 import pytest, torch
 from torch.utils._pytree import tree_leaves
 
+from conftest import greedy
 from minisgl_edu.core import SamplingParams
 from minisgl_edu.attention import TorchAttention
 from minisgl_edu.engine import Engine, EngineConfig
@@ -25,21 +26,6 @@ class Capturable:
 
 class Model:
     def __init__(self, attention, **kw): self.attention = attention; self.__dict__.update(kw)
-
-
-@pytest.fixture
-def make_engine(tiny_model_dir):
-    "Engines over the tiny model; closed at the end"
-    engines = []
-    def make(**kw):
-        kw = dict(model=str(tiny_model_dir), dtype="float64", device="cpu", num_pages=64, max_running_requests=8) | kw
-        engines.append(Engine(EngineConfig(**kw)))
-        return engines[-1]
-    yield make
-    for e in engines: e.close()
-
-
-def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
 def poison(engine):
