@@ -151,15 +151,14 @@ def can_pack(
     mkl = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
     return mkl and torch.device(device).type == "cpu" and dtype == torch.float32
 
-# %% ../nbs/05_layers.ipynb #3e68a4d0
+# %% ../nbs/05_layers.ipynb #50d338f3
 class PackedOps(TorchOps):
-    "`TorchOps` that multiplies a few tokens by a packed copy of the weight; weights must not change after their first use"
-    few, packed_for = range(3, 65), 32 # tokens that take this path; the number MKL is told when it packs
+    "`TorchOps` that multiplies by a packed copy of the weight; weights must not change after their first use"
+    packed_for = 32 # the number of tokens that MKL is told when it packs; any number may come
 
     def __init__(self): self._packed = {} # id(weight) -> (weight, its copy): holding the weight keeps its id from being reused
 
     def linear(self, x, weight, bias=None):
-        if len(x) not in self.few: return F.linear(x, weight, bias)
         if id(weight) not in self._packed:
             self._packed[id(weight)] = weight, torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), self.packed_for)
         return torch.ops.mkl._mkl_linear(x, self._packed[id(weight)][1], weight, bias, len(x))

@@ -13,8 +13,8 @@ import numpy as np, torch
 
 # %% auto #0
 __all__ = ['POLICIES', 'PHASES', 'check_request', 'PrefillFirst', 'DecodeFirst', 'Mixed', 'make_policy', 'DecodeManager',
-           'finish_reason', 'Ledger', 'flat_indices', 'step_arrays', 'admission_arrays', 'Plan', 'run_plan', 'Queues',
-           'Steps', 'Scheduler']
+           'finish_reason', 'Ledger', 'flat_indices', 'step_arrays', 'admission_arrays', 'decode_arrays', 'Plan',
+           'run_plan', 'Queues', 'Steps', 'Scheduler']
 
 # %% ../nbs/16_scheduler.ipynb #1cc14433
 from .core import (FINISH_REASONS, Batch, Default, ForwardContext, Policy, PolicyView, Req, RequestError, SamplingParams, Span,
@@ -219,6 +219,19 @@ def admission_arrays(
     return dict(prompt_at=prompt_at, prompt_ids=np.array([t for r in new for t in r.input_ids], dtype=np.int64),
                 hit_at=hit_at, hit_slots=table.slots(np.repeat(rows, cached), hit_positions))
 
+# %% ../nbs/16_scheduler.ipynb #300581f0
+def decode_arrays(
+    batch:Batch,       # A decode step; its pages are assigned
+    table:TableManager # Rows, and the slots behind them
+)->dict[str,np.ndarray]: # As `step_arrays`
+    "The same for one token each: a loop without a dozen array calls"
+    size, width, places = table.page_size, table.max_len, []
+    for i, (req, span) in enumerate(zip(batch.reqs, batch.spans)):
+        row, position = span.table_idx, span.cached_len
+        at = row * width + position
+        places.append((row, at, position, req.pages[position // size] * size + position % size, i, at + 1))
+    return dict(zip(("rows", "load", "positions", "out_loc", "last", "write"), np.array(places, dtype=np.int64).T))
+
 # %% ../nbs/16_scheduler.ipynb #92299067
 @dataclass
 class Plan:
@@ -325,16 +338,18 @@ class Queues:
         self.prefill.add(req, front=True)
         self.counts["retracted"] += 1
 
-# %% ../nbs/16_scheduler.ipynb #54486555
+# %% ../nbs/16_scheduler.ipynb #0bf690df
 class Steps(Queues):
     "Schedule, launch, process: the three pieces of every loop"
     def _schedule(self)->Plan|None:
         "The next step, ready to launch"
         batch = self._choose()
         if batch is None: return None
-        arrays = step_arrays(batch, self.table)
-        if any(r.is_fresh for r in batch.reqs): arrays.update(admission_arrays(batch, self.table))
-        for req in batch.reqs: req.is_fresh = False
+        if batch.phase == "decode": arrays = decode_arrays(batch, self.table)
+        else:
+            arrays = step_arrays(batch, self.table)
+            if any(r.is_fresh for r in batch.reqs): arrays.update(admission_arrays(batch, self.table))
+            for req in batch.reqs: req.is_fresh = False
         return Plan(batch, arrays, prepare(batch.reqs, self.table.token_pool))
 
     def _launch(self, plan:Plan)->Event:
@@ -342,7 +357,7 @@ class Steps(Queues):
         plan.event = self.engine.stream.submit(run_plan, self.engine, self.table, plan)
         self.launched.append(plan)
         self.last_batch, phase = plan.batch, plan.batch.phase
-        self.counts.update({"steps": 1, f"{phase}_steps": 1, f"{phase}_tokens": plan.batch.num_tokens})
+        for what, n in (("steps", 1), (f"{phase}_steps", 1), (f"{phase}_tokens", plan.batch.num_tokens)): self.counts[what] += n
         for req, span in zip(plan.batch.reqs, plan.batch.spans):
             req.complete_one()
             if phase != "decode" and not span.is_chunk and req.can_decode: self.decode.add(req)
@@ -387,7 +402,7 @@ class Steps(Queues):
         self.cache.part(dropped, self.engine.stream.submit(self.table.write_row, at, slots), self.counts["steps"])
 
     def _release(self):
-        self.ledger.release({id(r) for plan in self.launched for r in plan.batch.reqs})
+        if self.ledger.leaving: self.ledger.release({id(r) for plan in self.launched for r in plan.batch.reqs})
         self.cache.settle(self.counts["steps"] - len(self.launched) if self.launched else math.inf)
 
 # %% ../nbs/16_scheduler.ipynb #6451a9db
