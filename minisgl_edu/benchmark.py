@@ -12,12 +12,12 @@ from typing import Callable, NamedTuple
 import numpy as np, torch
 
 # %% auto #0
-__all__ = ['WORDS', 'VERDICTS', 'LLAMA_3_8B', 'CLAIMS', 'STATEMENTS', 'Workload', 'equal_workload', 'mixed_workload',
-           'ideal_seconds', 'engine_peer', 'transformers_peer', 'continuous_peer', 'load_transformers', 'compare',
-           'run_benchmark', 'table', 'Session', 'make_trace', 'save_trace', 'load_trace', 'stream_answer', 'replay',
-           'percentile', 'summarize', 'run_async', 'turn_ttft', 'delivery_counts', 'median_of_counts', 'run_online',
-           'online_table', 'main', 'Claim', 'find_row', 'records_of', 'try_text', 'judge', 'claims_table', 'gpu_ms',
-           'decode_ms', 'Statement', 'statements_table']
+__all__ = ['Moments', 'WORDS', 'VERDICTS', 'LLAMA_3_8B', 'CLAIMS', 'STATEMENTS', 'Workload', 'equal_workload', 'mixed_workload',
+           'ideal_seconds', 'engine_peer', 'transformers_peer', 'pages_for', 'continuous_peer', 'load_transformers',
+           'peak_above', 'compare', 'run_benchmark', 'table', 'Session', 'make_trace', 'save_trace', 'load_trace',
+           'stream_answer', 'replay', 'percentile', 'summarize', 'run_async', 'turn_ttft', 'delivery_counts',
+           'median_of_counts', 'run_online', 'online_table', 'main', 'Claim', 'find_row', 'records_of', 'try_text',
+           'judge', 'claims_table', 'gpu_ms', 'decode_ms', 'Statement', 'statements_table']
 
 # %% ../nbs/26_benchmark.ipynb #42cc79c6
 from .core import SamplingParams, random_workload
@@ -71,60 +71,74 @@ def ideal_seconds(
         ms += roofline_ms(step_costs(config, spans, dtype), ceilings)
     return ms / 1e3
 
-# %% ../nbs/26_benchmark.ipynb #c22e1fd9
+# %% ../nbs/26_benchmark.ipynb #5dd9def1
+Moments = list[tuple[float, float]] # For each request: seconds from the start to its first and to its last token
+
 def engine_peer(
     llm # An `LLM` that stays open
-)->Callable:
+)->Callable: # `serve(workload)`, which gives `Moments`
     "Our engine: all requests at once"
     def serve(workload):
-        start = time.perf_counter()
         outs = llm.generate([ids for ids, _ in workload.requests], [p for _, p in workload.requests])
-        seconds = time.perf_counter() - start
         assert [len(o.token_ids) for o in outs] == [p.max_tokens for _, p in workload.requests]
-        return seconds
+        return [(o.ttft_ms / 1e3, o.latency_ms / 1e3) for o in outs]
     return serve
+
+class _Clock:
+    "What `generate` calls a streamer: it is handed the prompts, then each step's tokens, and notes the time"
+    def __init__(self): self.at = []
+    def put(self, tokens): self.at.append(time.perf_counter())
+    def end(self): pass
 
 def transformers_peer(
     model,         # A transformers causal LM
     batch_size:int # Requests that start and end together
-)->Callable:
+)->Callable: # `serve(workload)`, which gives `Moments`
     "`transformers` generate in static batches: each runs until its longest request is done"
     def batch(requests):
-        width, steps = max(len(ids) for ids, _ in requests), max(p.max_tokens for _, p in requests)
+        width, steps, clock = max(len(ids) for ids, _ in requests), max(p.max_tokens for _, p in requests), _Clock()
         rows = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in requests], device=model.device)
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids, _ in requests], device=model.device)
-        out = model.generate(rows, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=0)
-        assert out.shape[1] == width + steps
+        out = model.generate(rows, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=0, streamer=clock)
+        assert out.shape[1] == width + steps and len(clock.at) == steps + 1
+        return [(clock.at[1], clock.at[p.max_tokens]) for _, p in requests]
     def serve(workload):
         start = time.perf_counter()
         with torch.inference_mode():
-            for i in range(0, len(workload.requests), batch_size): batch(workload.requests[i:i + batch_size])
-        return time.perf_counter() - start
+            times = [t for i in range(0, len(workload.requests), batch_size) for t in batch(workload.requests[i:i + batch_size])]
+        return [(first - start, last - start) for first, last in times]
     return serve
 
-# %% ../nbs/26_benchmark.ipynb #178ac671
+# %% ../nbs/26_benchmark.ipynb #0c8b8ba8
+def pages_for(
+    workload:Workload,
+    page_size:int # Tokens per page
+)->int: # Pages that hold all requests to their ends
+    "Room for everybody at once"
+    return sum(-(-(len(ids) + p.max_tokens) // page_size) for ids, p in workload.requests)
+
+# %% ../nbs/26_benchmark.ipynb #7187054d
 def continuous_peer(
     model,               # A transformers causal LM
     max_tokens_per_step:int=512 # Its token budget
-)->Callable:
+)->Callable: # `serve(workload)`, which gives `Moments`
     "`transformers`' own continuous batching, all requests at once"
     from transformers import ContinuousBatchingConfig, GenerationConfig
     settings = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)
     def serve(workload):
-        pages = sum(-(-(len(ids) + p.max_tokens) // 32) for ids, p in workload.requests) + 8
-        room = ContinuousBatchingConfig(page_size=32, num_blocks=pages, max_batch_tokens=max_tokens_per_step, max_requests_per_batch=len(workload.requests))
-        attention = model.config._attn_implementation
+        room = ContinuousBatchingConfig(page_size=32, num_blocks=pages_for(workload, 32) + 8, max_batch_tokens=max_tokens_per_step, max_requests_per_batch=len(workload.requests))
+        attention, moments = model.config._attn_implementation, {}
         try:
             with model.continuous_batching_context_manager(settings, continuous_batching_config=room, timeout=60) as manager:
-                start, lengths = time.perf_counter(), {}
-                for i, (ids, p) in enumerate(workload.requests): manager.add_request(ids, f"{i}", max_new_tokens=p.max_tokens)
-                while len(lengths) < len(workload.requests):
-                    out = manager.get_result(timeout=600)
-                    if out.is_finished(): lengths[int(out.request_id)] = len(out.generated_tokens)
-                seconds = time.perf_counter() - start
+                start = time.perf_counter()
+                for i, (ids, p) in enumerate(workload.requests): manager.add_request(ids, f"{i}", max_new_tokens=p.max_tokens, streaming=True)
+                while len(moments) < len(workload.requests) or not all(done for *_, done in moments.values()):
+                    out, now = manager.get_result(timeout=600), time.perf_counter() - start
+                    first = moments.get(out.request_id, (now,))[0]
+                    if out.generated_tokens: moments[out.request_id] = first, now, len(out.generated_tokens), out.is_finished()
         finally: model.set_attn_implementation(attention)
-        assert lengths == {i: p.max_tokens for i, (_, p) in enumerate(workload.requests)}
-        return seconds
+        assert all(moments[f"{i}"][2] == p.max_tokens for i, (_, p) in enumerate(workload.requests))
+        return [moments[f"{i}"][:2] for i in range(len(workload.requests))]
     return serve
 
 # %% ../nbs/26_benchmark.ipynb #aeeef4a1
@@ -138,24 +152,47 @@ def load_transformers(
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype).to(device).eval()
 
-# %% ../nbs/26_benchmark.ipynb #5e17fd2e
+# %% ../nbs/26_benchmark.ipynb #c07e7f8c
+def peak_above(
+    serve:Callable, # Called without arguments
+    device="cpu"
+)->tuple: # What it gave; bytes of its peak above what was there before, or None where the system does not tell
+    "How much more memory a call takes at its height"
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        return serve(), torch.cuda.max_memory_allocated() - before
+    def resident(key): return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts again from what is resident now
+        before = resident("VmRSS")
+    except (OSError, TypeError): return serve(), None
+    return serve(), max(0, resident("VmHWM") - before)
+
 def compare(
     workload:Workload,
     peers:dict[str, Callable], # Name -> `serve(workload)`; the first is the one that the others are measured against
-    repeats:int                # Rounds
+    repeats:int,               # Rounds
+    device="cpu",              # Whose memory is looked at
+    holds:int=0                # Bytes that the first peer took in advance for this: its KV pool
 )->list[dict]: # A row a peer
-    "Serve a workload by every peer in turns; output tokens/s and the first peer's advantage"
-    rounds = [{name: serve(workload) for name, serve in peers.items()} for _ in range(repeats)]
-    rows, first = [], next(iter(peers))
+    "Serve a workload by every peer in turns; output tokens/s, the first peer's advantage, what each request waited, and memory"
+    rounds = []
+    for _ in range(repeats): rounds.append({name: peak_above(lambda: serve(workload), device) for name, serve in peers.items()})
+    rows, first, median = [], next(iter(peers)), statistics.median
+    def seconds(r, name): return max(last for _, last in r[name][0])
     for name in peers:
-        times = sorted(r[name] for r in rounds)
-        ratios = [r[name] / r[first] for r in rounds]
-        rows.append({"workload": workload.name, "peer": name, "tokens_per_s": workload.output_tokens / statistics.median(times),
+        times, moments = sorted(seconds(r, name) for r in rounds), [m for r in rounds for m in r[name][0]]
+        tpot = [(last - start) / (p.max_tokens - 1) for r in rounds for (start, last), (_, p) in zip(r[name][0], workload.requests) if p.max_tokens > 1]
+        extra = [r[name][1] for r in rounds]
+        rows.append({"workload": workload.name, "peer": name, "tokens_per_s": workload.output_tokens / median(times),
                      "low": workload.output_tokens / times[-1], "high": workload.output_tokens / times[0],
-                     "ratio": statistics.median(ratios), "repeats": repeats})
+                     "ratio": median(seconds(r, name) / seconds(r, first) for r in rounds), "repeats": repeats,
+                     "ttft_ms": 1e3 * median(m[0] for m in moments), "tpot_ms": 1e3 * median(tpot) if tpot else None,
+                     "memory_mb": None if None in extra else (median(extra) + (holds if name == first else 0)) / 1e6})
     return rows
 
-# %% ../nbs/26_benchmark.ipynb #647bfad8
+# %% ../nbs/26_benchmark.ipynb #f3da6af2
 def run_benchmark(
     model=None,        # Directory or hub id; None is the default model
     device="cpu",
@@ -168,37 +205,41 @@ def run_benchmark(
     path = resolve_model(model)
     config = ModelConfig.from_dir(path)
     rows = []
-    with LLM(path, device=device, max_seq_len=min(config.max_position, 1024), cache="naive") as llm: # no round finds the prompts of the last
+    work = _plan(config.vocab_size, quick, seed)
+    longest = max(len(ids) + p.max_tokens for w, *_ in work for ids, p in w.requests)
+    with LLM(path, device=device, max_seq_len=longest, cache="naive", # no round finds the prompts of the last
+             page_size=16, num_pages=max(pages_for(w, 16) for w, *_ in work), max_running_requests=max(len(w.requests) for w, *_ in work)) as llm:
         dtype, hf = llm.engine.dtype, load_transformers(path, llm.engine.dtype, device)
-        ceilings = measure_ceilings(device, dtype, quick)
-        ours, sizes = {"minisgl_edu": engine_peer(llm)}, (4,) if quick else (8, 32)
-        static = {f"transformers, static {n}": transformers_peer(hf, n) for n in sizes}
-        one = next(iter(static.values()))
-        mixed = static | {"transformers, continuous": continuous_peer(hf)}
-        for serve in [*ours.values(), one]: serve(equal_workload(1, 8, 4, config.vocab_size))
-        for workload, peers, repeats in _plan(config.vocab_size, quick, seed, one, mixed):
+        ceilings, ours = measure_ceilings(device, dtype, quick), {"minisgl_edu": engine_peer(llm)}
+        per_page = llm.engine.pool.kv.nbytes / (llm.engine.num_pages + 1)
+        for serve in [*ours.values(), transformers_peer(hf, 1)]: serve(equal_workload(1, 8, 4, config.vocab_size))
+        for workload, sizes, repeats in work:
+            peers = {f"transformers, static {n}" if len(sizes) > 1 else "transformers": transformers_peer(hf, n) for n in sizes}
+            if len(sizes) > 1: peers["transformers, continuous"] = continuous_peer(hf)
             ideal = workload.output_tokens / ideal_seconds(workload, config, ceilings, dtype)
-            rows += (new := [r | {"ideal_tokens_per_s": ideal} for r in compare(workload, ours | peers, repeats)])
+            compared = compare(workload, ours | peers, repeats, device, int(per_page * pages_for(workload, 16)))
+            rows += (new := [r | {"ideal_tokens_per_s": ideal} for r in compared])
             say(new)
     return rows
 
-def _plan(vocab_size, quick, seed, one, mixed):
-    "Workloads, their peers besides us, and rounds"
-    alone = {"transformers": one}
-    if quick: return [(equal_workload(1, 8, 16, vocab_size, seed), alone, 3), (mixed_workload(8, 4, 24, vocab_size, seed), mixed, 1)]
-    return [(equal_workload(1, 16, 128, vocab_size, seed), alone, 3), (equal_workload(8, 128, 128, vocab_size, seed), alone, 3),
-            (mixed_workload(64, 16, 256, vocab_size, seed), mixed, 1)]
+def _plan(vocab_size, quick, seed):
+    "Workloads, the sizes of `transformers`' static batches (where there are several, its continuous batching too), and rounds"
+    if quick: return [(equal_workload(1, 8, 16, vocab_size, seed), (1,), 3), (mixed_workload(8, 4, 24, vocab_size, seed), (4, 8), 1)]
+    return [(equal_workload(1, 16, 128, vocab_size, seed), (1,), 3), (equal_workload(8, 128, 128, vocab_size, seed), (8,), 3),
+            (equal_workload(32, 32, 64, vocab_size, seed), (32,), 3), (mixed_workload(64, 16, 256, vocab_size, seed), (8, 32), 1)]
 
-# %% ../nbs/26_benchmark.ipynb #c4499724
+# %% ../nbs/26_benchmark.ipynb #9ca94415
 def table(
     rows:list[dict] # From `run_benchmark`
 )->str:
     "The rows as text"
-    lines = [f"{'workload':28} {'peer':26} {'tokens/s':>9} {'spread':>15} {'we are':>8} {'of roofline':>12}"]
+    lines = [f"{'workload':28} {'peer':26} {'tokens/s':>9} {'spread':>15} {'we are':>8} {'of roofline':>12} {'TTFT':>10} {'TPOT':>10} {'memory':>10}"]
+    def number(value, unit): return f"{value:,.0f} {unit}" if value is not None else ""
     for r in rows:
         share = f"{r['tokens_per_s'] / r['ideal_tokens_per_s']:.0%}" if r["peer"] == "minisgl_edu" else ""
         ratio = "" if r["peer"] == "minisgl_edu" else f"{r['ratio']:.2f}x"
-        lines.append(f"{r['workload']:28} {r['peer']:26} {r['tokens_per_s']:9.1f} {r['low']:7.1f}..{r['high']:<6.1f} {ratio:>8} {share:>12}")
+        more = " ".join(f"{number(r.get(key), unit):>10}" for key, unit in (("ttft_ms", "ms"), ("tpot_ms", "ms"), ("memory_mb", "MB")))
+        lines.append(f"{r['workload']:28} {r['peer']:26} {r['tokens_per_s']:9.1f} {r['low']:7.1f}..{r['high']:<6.1f} {ratio:>8} {share:>12} {more}")
     return "\n".join(lines)
 
 # %% ../nbs/26_benchmark.ipynb #7a283e49
@@ -326,7 +367,7 @@ def run_async(
     from concurrent.futures import ThreadPoolExecutor
     with ThreadPoolExecutor(1) as pool: return pool.submit(lambda: asyncio.run(make())).result()
 
-# %% ../nbs/26_benchmark.ipynb #210f68e4
+# %% ../nbs/26_benchmark.ipynb #fb27e00d
 def turn_ttft(
     llm,             # With a prefix cache
     peers:dict,      # Name -> `serve(workload)`; each computes the whole history
@@ -342,7 +383,7 @@ def turn_ttft(
     for turn in range(1, num + 1):
         history = history + draw_ids(user)
         for name, serve in {"minisgl_edu": engine_peer(llm), **peers}.items():
-            rows.append(dict(kind="turns", peer=name, turn=turn, prompt=len(history), ttft_ms=serve(Workload("", [(history, one)])) * 1e3))
+            rows.append(dict(kind="turns", peer=name, turn=turn, prompt=len(history), ttft_ms=serve(Workload("", [(history, one)]))[0][0] * 1e3))
         history = history + llm.generate([history], SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True))[0].token_ids
     return rows
 
@@ -365,7 +406,7 @@ def median_of_counts(
         low, below = bound, count
     return float("nan")
 
-# %% ../nbs/26_benchmark.ipynb #7530233f
+# %% ../nbs/26_benchmark.ipynb #148ab5e1
 def run_online(
     model=None,                     # Directory or hub id; None is the default model
     device="cpu",
@@ -394,7 +435,7 @@ def run_online(
         rounds, before = [], delivery_counts(server.url)
         for i in range(1 if quick else 3):
             w = equal_workload(len(streams.requests), len(streams.requests[0][0]), streams.requests[0][1].max_tokens, vocab, seed + 10 + i)  # new prompts: no round finds those of the last
-            rounds.append((engine_peer(llm)(w), run_async(lambda: _streams(server.url, w))))
+            rounds.append((max(last for _, last in engine_peer(llm)(w)), run_async(lambda: _streams(server.url, w))))
         inside, outside = (statistics.median(r[i] for r in rounds) for i in (0, 1))
         rows.append(dict(kind="http", streams=len(streams.requests), engine_tokens_per_s=streams.output_tokens / inside, http_tokens_per_s=streams.output_tokens / outside,
             overhead=statistics.median(b / a for a, b in rounds) - 1, repeats=len(rounds),

@@ -177,7 +177,7 @@ def device_slug(
     if torch.device(device).type == "cpu": return "cpu"
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
-# %% ../nbs/00_experiments.ipynb #963e9038
+# %% ../nbs/00_experiments.ipynb #01c68191
 def recorded(
     name:str,           # As registered
     kind:str|None=None, # Only records from this kind of device: "cpu" or "cuda"
@@ -186,7 +186,8 @@ def recorded(
     "What was measured earlier, elsewhere; a number that was not measured is not there"
     files = sorted(Path(root or measurements_dir()).glob(f"*/{name}.json"))
     records = [json.loads(f.read_text(encoding="utf-8")) for f in files]
-    return [r for r in records if r.get("rows") and kind in (None, r["provenance"].get("kind"))]
+    measured = [r for r in records if r.get("rows") and not any("skipped" in row for row in r["rows"])]
+    return [r for r in measured if kind in (None, r["provenance"].get("kind"))]
 
 # %% ../nbs/00_experiments.ipynb #9f4d9c2c
 def _last_seconds(name, out, device, quick):
@@ -198,11 +199,17 @@ def _last_seconds(name, out, device, quick):
         if (p.get("kind"), p.get("quick")) == (torch.device(device).type, quick): return record["seconds"]
     return math.inf
 
-# %% ../nbs/00_experiments.ipynb #52ec0a6d
+# %% ../nbs/00_experiments.ipynb #2cd1c5b1
+MISSING = (ImportError, FileNotFoundError)  # a package, or a model that cannot be fetched: nothing is wrong, and nothing was measured
+
 def _attempt(name, out, device, quick, seed):
     "Run one experiment and keep its record, or its traceback as `<name>.error.json`; returns the error, or None"
     crash = Path(out)/f"{name}.error.json"
     try: save_record(run_experiment(name, device, quick, seed), out)
+    except MISSING as e:
+        exp = find_experiment(name)
+        if not (Path(out)/f"{name}.json").is_file(): save_record(dict(name=name, chapter=exp.chapter, title=exp.title, units={}, rows=[dict(skipped=f"{type(e).__name__}: {e}")],
+            provenance=provenance(device, seed, quick), seconds=0.0), out)
     except Exception as e:
         error = f"{type(e).__name__}: {e}"
         write_json(crash, dict(name=name, error=error, traceback=traceback.format_exc()))

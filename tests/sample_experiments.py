@@ -26,3 +26,9 @@ def sample_dead(device="cpu", quick=False, seed=0):
 def sample_slow(device="cpu", quick=False, seed=0):
     "Never ends"
     time.sleep(600)
+
+
+@experiment("99_tests", units={"ms": "ms"})
+def sample_missing(device="cpu", quick=False, seed=0):
+    "Needs what is not here"
+    raise FileNotFoundError("no such model")

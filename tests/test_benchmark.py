@@ -145,7 +145,7 @@ def test_the_engine_is_a_peer(tiny_model_dir):
     with LLM(str(tiny_model_dir), device="cpu", num_pages=32, max_running_requests=4) as llm:
         rows = B.compare(B.mixed_workload(3, 2, 6, 128), {"minisgl_edu": B.engine_peer(llm)}, 1)
         assert host_ms(Scheduler(llm.engine), 2, 3) > 0
-        turns = B.turn_ttft(llm, {"other": lambda w: 1.0}, 128, (8, 4, 2, 2))
+        turns = B.turn_ttft(llm, {"other": lambda w: [(1.0, 1.0)]}, 128, (8, 4, 2, 2))
         llm.scheduler.check_integrity()
     assert rows[0]["tokens_per_s"] > 0 and [(r["peer"], r["turn"], r["prompt"]) for r in turns] == [(p, t, n) for t, n in ((1, 12), (2, 18)) for p in ("minisgl_edu", "other")]
 

@@ -54,6 +54,18 @@ def test_a_crash_keeps_the_record_from_before(tmp_path, monkeypatch):
     assert not (tmp_path / "sample_good.error.json").exists()
 
 
+def test_what_is_missing_here_leaves_a_record_that_says_so(tmp_path):
+    summaries = experiments.run_all(tmp_path / "cpu", only="sample_missing", quick=True)
+    assert summaries[0]["status"] == "done" and not (tmp_path / "cpu" / "sample_missing.error.json").exists()
+    record = json.loads((tmp_path / "cpu" / "sample_missing.json").read_text())
+    assert record["rows"] == [{"skipped": "FileNotFoundError: no such model"}] and record["provenance"]["kind"] == "cpu"
+    assert experiments.recorded("sample_missing", root=tmp_path) == []  # nothing was measured
+    before = dict(record, rows=[{"ms": 1.0}])
+    experiments.save_record(before, tmp_path / "cpu")
+    experiments.run_all(tmp_path / "cpu", only="sample_missing", quick=True, isolate=False)
+    assert experiments.recorded("sample_missing", root=tmp_path) == [before]
+
+
 def test_budget_stops_what_hangs_and_skips_the_rest(tmp_path):
     for name, seconds in dict(sample_slow=0.1, sample_good=500.0).items():  # as if they had run before
         record = dict(name=name, rows=[{}], seconds=seconds, provenance=dict(kind="cpu", quick=False))
