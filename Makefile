@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-# Two workers run the notebooks, one thread each; pytest runs alone, with two.
+# Two workers run the notebooks and the tests, one thread each.
 # Idle OpenMP threads that spin starve their neighbours when several processes share the cores.
 export GOMP_SPINCOUNT ?= 5000
 QUICK := MINISGL_QUICK=1 TRITON_INTERPRET=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
@@ -66,11 +66,11 @@ test-notebooks: $(READY) fetch
 
 test-outputs: $(READY) fetch
 	@echo "== 3/4 the stored outputs are what the cells give"
-	@$(QUICK) OMP_NUM_THREADS=2 $(BIN)/python tests/check_outputs.py
+	@$(QUICK) OMP_NUM_THREADS=1 $(BIN)/python tests/check_outputs.py --workers $(WORKERS)
 
 test-pytest: $(READY) fetch
 	@echo "== 4/4 the test suite"
-	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q --timeout=300 --durations=10 tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout=300 --durations=10 tests
 
 stress: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/stress.py $(ARGS)

@@ -54,6 +54,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("names", nargs="*", help="notebooks, without .ipynb; all if left out")
     p.add_argument("--timeout", type=float, default=300, help="seconds for one cell")
+    p.add_argument("--workers", type=int, default=1, help="notebooks at the same time")
     args = p.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as tmp:
@@ -62,8 +63,9 @@ def main():
         paths = copy_notebooks(args.names, folder)
         if not paths: raise SystemExit("no such notebook")
         env = {**os.environ, "MINISGL_QUICK": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        workers = str(args.workers) if args.workers > 1 else "0"
         code = subprocess.run([sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "--rootdir", str(folder), "-c", os.devnull,
-                               "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={args.timeout:g}", "--durations=5", *map(str, paths)],
+                               "-n", workers, "--dist", "loadfile", "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={args.timeout:g}", "--durations=5", *map(str, paths)],
                               env=env, cwd=folder).returncode
     print(f"outputs of {len(paths)} notebooks compared in {time.monotonic() - start:.0f} s")
     return code
