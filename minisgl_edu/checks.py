@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -87,3 +87,61 @@ def check_median(answer):
     times = [2.0, 1.0]
     answer(times)
     assert times == [2.0, 1.0], "your function changed the caller's list; sort a copy"
+
+# %% ../nbs/01_core.ipynb #c019e170
+@check("steps_and_tokens")
+def check_steps_and_tokens(answer):
+    "Checks the pair against a request that lives that life"
+    from minisgl_edu.core import Req, SamplingParams
+    req, steps, tokens = Req(0, [1] * 100, SamplingParams(max_tokens=8)), 0, 0
+    while req.can_decode:
+        req.schedule(min(32, len(req.input_ids) - req.cached_len))
+        steps, tokens, is_chunk = steps + 1, tokens + req.extend_len, req.is_chunk
+        req.complete_one()
+        if not is_chunk: req.append_host(7)
+    said_steps, said_tokens = answer
+    assert said_steps == steps, f"count the steps again: four prefill steps, and the last of them makes the first new token; you say {said_steps}"
+    assert said_tokens == tokens, f"{steps} steps is right; they do not compute {said_tokens} tokens: which of the 108 is never computed?"
+
+# %% ../nbs/01_core.ipynb #b1ef9d70
+@check("flat_indices")
+def check_flat_indices(answer):
+    "Checks positions and last indices of a batch"
+    import torch
+    from minisgl_edu.core import Batch, Req, SamplingParams
+    def spans(*lens):
+        reqs = [Req(i, [1] * end, SamplingParams()) for i, (_, end) in enumerate(lens)]
+        for req, (start, end) in zip(reqs, lens): req.cached_len, req.device_len = start, end
+        return Batch(reqs, "mixed").spans
+    for lens, positions, last in (([(0, 3)], [0, 1, 2], [2]), ([(4, 6)], [4, 5], [1]), ([(0, 3), (4, 5), (2, 4)], [0, 1, 2, 4, 2, 3], [2, 3, 5])):
+        got_positions, got_last = (torch.as_tensor(t).tolist() for t in answer(spans(*lens)))
+        assert got_positions == positions, f"spans (cached_len, device_len) {lens} compute positions {positions}; you give {got_positions}"
+        assert got_last == last, f"spans {lens} fill a row of {len(positions)} tokens, where requests end at {last}; you give {got_last}"
+
+# %% ../nbs/01_core.ipynb #34c8d1eb
+@check("patient_policy")
+def check_patient_policy(answer):
+    "Checks a policy that collects prompts, and starves nobody"
+    from minisgl_edu.core import Policy, PolicyView
+    policy = answer()
+    assert isinstance(policy, Policy), "a Policy has a method `order(view)`"
+    cases = [((4, 9, 0, 1), "prefill", "4 requests wait"), ((1, 0, 0, 0), "prefill", "nobody decodes"), ((0, 3, 0, 99), "decode", "nobody waits"),
+             ((3, 9, 0, 5), "decode", "only 3 wait"), ((1, 9, 0, 31), "decode", "31 decode steps are not yet 32"), ((1, 9, 0, 32), "prefill", "one request has waited for 32 decode steps")]
+    for numbers, first, why in cases:
+        got = tuple(policy.order(PolicyView(*numbers)))
+        assert got and got[0] == first, f"{first} first, since {why}; for {PolicyView(*numbers)} you give {got}"
+        assert set(got) == {"prefill", "decode"}, f"if {first} yields no batch, the step must have something else to try; you give {got}"
+
+# %% ../nbs/01_core.ipynb #36a52042
+@check("live_batch")
+def check_live_batch(answer):
+    "Checks that a batch is broken as asked: by looking lengths up too late"
+    from minisgl_edu.core import Batch, Req, SamplingParams
+    reqs = [Req(0, [1] * 5, SamplingParams(max_tokens=2)), Req(1, [1] * 8, SamplingParams(max_tokens=2))]
+    for req, num_tokens in zip(reqs, (5, 3)): req.schedule(num_tokens)
+    copied, live = Batch(reqs, "prefill"), answer(reqs, "prefill")
+    lens = lambda batch: [(s.cached_len, s.device_len) for s in batch.spans]
+    assert lens(live) == lens(copied), f"as long as nobody moves, the spans are {lens(copied)}; yours are {lens(live)}"
+    for req in reqs: req.complete_one()
+    assert lens(live) != lens(copied), f"nothing is broken: the requests have moved on to {reqs}, and your spans still say {lens(live)}"
+    assert lens(live) == [(5, 6), (3, 3)], f"looked up now, the spans are [(5, 6), (3, 3)]; yours are {lens(live)}"
