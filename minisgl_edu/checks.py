@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -145,3 +145,77 @@ def check_live_batch(answer):
     for req in reqs: req.complete_one()
     assert lens(live) != lens(copied), f"nothing is broken: the requests have moved on to {reqs}, and your spans still say {lens(live)}"
     assert lens(live) == [(5, 6), (3, 3)], f"looked up now, the spans are [(5, 6), (3, 3)]; yours are {lens(live)}"
+
+# %% ../nbs/02_device.ipynb #3be85d62
+@check("byte_knee")
+def check_byte_knee(answer):
+    "Checks the knee of a model with weights of one byte"
+    from minisgl_edu.device import PUBLISHED
+    sheet, weights = PUBLISHED["H100"], 10**9
+    knee = (weights / sheet.read_gb_s / 1e9) / (2 * weights / sheet.matmul_tflop_s / 1e12)
+    read_ms, compute_ms = weights / sheet.read_gb_s / 1e6, answer * 2 * weights / sheet.matmul_tflop_s / 1e9
+    assert abs(answer / knee - 1) < 0.02, (f"at the knee, reading takes as long as computing; with {answer} rows and a billion weights of one byte, "
+                                           f"reading takes {read_ms:.3f} ms and computing {compute_ms:.3f} ms")
+
+# %% ../nbs/02_device.ipynb #8fc2a9d8
+@check("kv_outweighs")
+def check_kv_outweighs(answer):
+    "Checks the context length from which on KV outweighs the weights"
+    import torch
+    from minisgl_edu.device import kv_bytes_per_token, weight_bytes
+    from minisgl_edu.experiments import smollm2_135m
+    model = smollm2_135m()
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch in (1, 8, 100):
+            got, weights, kv = answer(model, dtype, batch), weight_bytes(model, dtype), kv_bytes_per_token(model, dtype)
+            assert got == int(got), f"whole tokens; for a batch of {batch} you give {got}"
+            said = f"{batch} requests of {got} tokens read {batch * got * kv / 1e6:.1f} MB of KV, the weights are {weights / 1e6:.1f} MB"
+            assert batch * got * kv >= weights, f"not yet: {said}"
+            assert batch * (got - 1) * kv < weights, f"earlier: {said}"
+
+# %% ../nbs/02_device.ipynb #a51f3056
+@check("early_copy")
+def check_early_copy(answer):
+    "Checks that a copy is broken as asked: it does not wait for the step that writes what it reads"
+    import threading
+    import torch
+    from minisgl_edu.device import Stream
+    compute, copy, gate, x, y = Stream("cpu", "compute"), Stream("cpu", "copy"), threading.Event(), torch.zeros(2), torch.full((2,), -1.0)
+    try:
+        held = compute.submit(gate.wait, 1.5)
+        copied = answer(compute, copy, x, y)
+        assert not held.query(), "your function waited for the device; submit, and return the event"
+        try: copied.synchronize(0.5)
+        except TimeoutError: raise AssertionError("nothing is broken: while the step was held back, the copy waited for it") from None
+        assert y.tolist() == [0, 0], f"the copy should have taken what was there before the step, [0, 0]; y is {y.tolist()}"
+        gate.set()
+        compute.synchronize()
+        assert x.tolist() == [7, 7], f"the step should fill x with 7; x is {x.tolist()}"
+    finally:
+        gate.set()
+        for stream in (compute, copy): stream.close()
+
+# %% ../nbs/02_device.ipynb #d077f3da
+@check("one_buffer")
+def check_one_buffer(answer):
+    "Checks steps and copies that take turns with one buffer"
+    import threading
+    import torch
+    from minisgl_edu.device import Stream
+    for slow, problem in (("copy", "a step overwrote the buffer before it was copied"), ("compute", "a copy read the buffer before its step had written it")):
+        streams, gate, buffer = {name: Stream("cpu", name) for name in ("compute", "copy")}, threading.Event(), torch.full((1,), -1)
+        try:
+            held = streams[slow].submit(gate.wait, 1)
+            results, last = answer(streams["compute"], streams["copy"], lambda i: buffer.fill_(i), buffer, 4)
+            assert not held.query(), f"the host waited while `{slow}` was held back: use `stream.wait`, not `synchronize`"
+            for other in streams.values():
+                if other.name != slow: # let it run ahead, if nothing holds it
+                    try: other.submit(int).synchronize(0.2)
+                    except TimeoutError: pass
+            gate.set()
+            last.synchronize(2)
+            got = [int(t) for t in results]
+            assert got == [0, 1, 2, 3], f"the results are 0, 1, 2, 3; with `{slow}` held back for a moment you bring {got}: {problem}"
+        finally:
+            gate.set()
+            for stream in streams.values(): stream.close()
