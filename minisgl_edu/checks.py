@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -219,3 +219,163 @@ def check_one_buffer(answer):
         finally:
             gate.set()
             for stream in streams.values(): stream.close()
+
+# %% ../nbs/03_distributed.ipynb #018732c8
+def ranks_as_threads(
+    fn,      # Called as `fn(group, *args)` on each rank
+    size:int,# Ranks
+    *args    # Shared by all ranks, so not to be changed; a function is called with the rank, and gives this rank's own
+)->tuple[list, list[int]]: # Results by rank, numbers that each rank handed in
+    "Run `fn` on ranks that are threads; a rank that waits in vain for the others is an error"
+    import threading
+    import torch
+    from minisgl_edu.distributed import TPGroup
+    meet, parts, results, errors = threading.Barrier(size), [None] * size, [None] * size, []
+    class Seat(TPGroup):
+        sent = 0
+        def _exchange(self, t):
+            self.sent += t.numel()
+            parts[self.rank] = t.clone()
+            meet.wait(0.8)
+            all_parts = list(parts)
+            meet.wait(0.8) # nobody hands in the next one before all have read this one
+            return all_parts
+        def all_reduce(self, t): return t.copy_(sum(self._exchange(t)))
+        def all_gather(self, t, dim=-1): return torch.cat(self._exchange(t), dim)
+        def broadcast(self, t): return t.copy_(self._exchange(t)[0])
+    def main(seat):
+        try: results[seat.rank] = fn(seat, *(a(seat.rank) if callable(a) else a for a in args))
+        except BaseException as e:
+            errors.append(e)
+            meet.abort()
+    seats = [Seat(rank, size) for rank in range(size)]
+    threads = [threading.Thread(target=main, args=(seat,), daemon=True) for seat in seats]
+    for t in threads: t.start()
+    for t in threads: t.join(5)
+    waited = [e for e in errors if isinstance(e, threading.BrokenBarrierError)]
+    if cause := [e for e in errors if e not in waited]: raise cause[0]
+    if waited: raise TimeoutError("a rank waited in vain for the others: all must make the same calls, in the same order")
+    return results, [seat.sent for seat in seats]
+
+# %% ../nbs/03_distributed.ipynb #ade298cf
+@check("sent_mb")
+def check_sent_mb(answer):
+    "Checks the megabytes that a rank sends in a step"
+    result = 32 * 4096 * 2 # bytes of one all-reduce: requests, features, bytes of a number
+    want = 32 * 2 * result / 1e6
+    assert abs(answer / want - 1) < 0.01, (f"one all-reduce sums {result / 1e6:.3f} MB, and of two ranks each sends that much; "
+                                           f"your {answer} MB are {answer * 1e6 / result:.1f} of them: how many does a step have?")
+
+# %% ../nbs/03_distributed.ipynb #47201452
+@check("rows_first")
+def check_rows_first(answer):
+    "Checks a pair of matrices that is cut the wrong way: right without an activation, wrong with one"
+    import torch
+    x, up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i, shape in enumerate(((3, 4), (4, 6), (6, 5))))
+    def off(act):
+        results, sent = ranks_as_threads(answer, 2, x, up, down, lambda rank: act) # `act` is called here, and so handed on as it is
+        assert sent == [15, 15], f"one all-reduce of the result, 3 x 5 numbers a rank; yours hand in {sent}"
+        return (results[0] - act(x @ up) @ down).abs().max().item()
+    nothing, relu = off(lambda t: t), off(torch.relu)
+    assert nothing < 1e-9, f"without an activation the sum of the terms is x @ up @ down; yours is off by {nothing:.2f}"
+    assert relu > 1e-3, "nothing is broken: with an activation your result is still right, so `up` is not cut by rows"
+
+# %% ../nbs/03_distributed.ipynb #0ee360e3
+@check("greedy_of_parts")
+def check_greedy_of_parts(answer):
+    "Checks the best token of a vocabulary in parts, and what its search moves"
+    import torch
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    logits[0, 3] = logits[0, 9] = 9.0 # a tie across ranks
+    for size in (1, 2, 3):
+        part = lambda rank: logits.chunk(size, -1)[rank]
+        results, sent = ranks_as_threads(answer, size, part)
+        want = logits.argmax(-1).tolist()
+        for rank, got in enumerate(results):
+            assert got.tolist() == want, f"{size} ranks, 12 tokens: the best are {want}, rank {rank} says {got.tolist()}"
+        assert max(sent) <= 10 or size == 1, f"5 rows, so 10 numbers from each rank are enough; yours hand in {max(sent)}"
+
+# %% ../nbs/03_distributed.ipynb #001cbc74
+@check("sparing_sum")
+def check_sparing_sum(answer):
+    "Checks a sum that hangs when one rank has nothing to add"
+    import torch
+    def run(*rows): return ranks_as_threads(answer, 2, lambda rank: torch.tensor(rows[rank]))[0]
+    got = [t.tolist() for t in run([1.0, 2.0], [10.0, 20.0])]
+    assert got == [[11, 22], [11, 22]], f"when both ranks have something to add, both get [11, 22]; you give {got}"
+    try: got = [t.tolist() for t in run([1.0, 2.0], [0.0, 0.0])]
+    except TimeoutError: return # rank 0 waits in vain: this is what the exercise is about
+    raise AssertionError(f"nothing is broken: with zeros on rank 1 both ranks came back, with {got}")
+
+# %% ../nbs/04_checkpoint.ipynb #520fe0ac
+@check("which_load")
+def check_which_load(answer):
+    "Checks a guess about three sliding windows"
+    from minisgl_edu.checkpoint import ModelConfig
+    shape = dict(architectures=["MistralForCausalLM"], vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8)
+    for name, said, (window, limit) in zip("abc", answer, ((4096, 32768), (4096, 4096), (None, 32768)), strict=True):
+        try: ModelConfig.from_dict({**shape, "sliding_window": window, "max_position_embeddings": limit}); refused = ""
+        except ValueError as e: refused = str(e)
+        assert bool(said) == (not refused), f"{name}: you say it {'loads' if said else 'is refused'}; " + (
+            f"the engine says: {refused}" if refused else f"it loads: no token of a context of {limit} is hidden by a window of {window}")
+
+# %% ../nbs/04_checkpoint.ipynb #a6a8f4a2
+@check("gate_up_slots")
+def check_gate_up_slots(answer):
+    "Checks the slots of a fused matrix by loading with them"
+    import tempfile, torch
+    from pathlib import Path
+    from safetensors.torch import save_file
+    from minisgl_edu.checkpoint import load_weights
+    inner, hidden = 6, 2
+    gate = torch.arange(float(inner * hidden)).view(inner, hidden)
+    class MLP(torch.nn.Module):
+        def __init__(self, rank, size):
+            super().__init__()
+            self.seat, self.gate_up = (rank, size), torch.nn.Parameter(torch.empty(2 * inner // size, hidden, device="meta"))
+        def weight_slots(self): return answer(self.gate_up, inner, hidden, *self.seat)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"gate": gate, "up": gate + 100}, Path(folder)/"model.safetensors")
+        for size in (1, 2, 3):
+            for rank in range(size):
+                module, share = MLP(rank, size), inner // size
+                load_weights(module, folder, "cpu", torch.float32)
+                mine = gate[rank * share:(rank + 1) * share]
+                got, want = module.gate_up[:, 0].tolist(), torch.cat((mine, mine + 100))[:, 0].tolist()
+                assert got == want, f"rank {rank} of {size} should hold rows that begin with {want}, gate then up; yours begin with {got}"
+
+# %% ../nbs/04_checkpoint.ipynb #97869b0a
+@check("permute_rows")
+def check_permute_rows(answer):
+    "Checks the inverse of `_unpermute`"
+    import numpy as np
+    from minisgl_edu.checkpoint import _unpermute
+    for num_heads, size in ((1, 4), (2, 4), (1, 8), (3, 64)):
+        w = np.arange(num_heads * size).reshape(-1, 1)
+        got = np.asarray(answer(w.copy(), num_heads))
+        assert got.shape == w.shape, f"the matrix keeps its shape {w.shape}; yours is {got.shape}"
+        where = np.empty(len(w), int)
+        where[_unpermute(w, num_heads)[:, 0]] = np.arange(len(w)) # where each row of llama.cpp's order goes
+        assert (_unpermute(got, num_heads) == w).all(), (f"{num_heads} heads of size {size}: llama.cpp's order begins {w[where][:8, 0].tolist()}; "
+                                                         f"yours begins {got[:8, 0].tolist()}")
+
+# %% ../nbs/04_checkpoint.ipynb #9d8839b1
+@check("materialize_names")
+def check_materialize_names(answer):
+    "Checks that tied parameters are torn apart, and that the loader notices"
+    import torch
+    from minisgl_edu.checkpoint import WeightSlot, _check_covered
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Module(), torch.nn.Module()
+            self.embed.weight = self.head.weight = torch.nn.Parameter(torch.empty(6, 4, device="meta"))
+        def weight_slots(self): return {"embed.weight": WeightSlot(self.embed.weight, (6, 4))}
+    model = Tied()
+    answer(model, "cpu", torch.float16)
+    for name, p in (("embed.weight", model.embed.weight), ("head.weight", model.head.weight)):
+        assert not p.is_meta and p.dtype == torch.float16, f"{name} should lie on the cpu in float16; it is on {p.device} in {p.dtype}"
+    assert model.head.weight is not model.embed.weight, "nothing is broken: both names still stand for one parameter"
+    try: _check_covered(model, model.weight_slots())
+    except ValueError as e: assert "head.weight" in str(e), f"the loader should miss head.weight; it says: {e}"
+    else: raise AssertionError("nothing is broken: the loader finds every parameter covered")
