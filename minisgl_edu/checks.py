@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -379,3 +379,76 @@ def check_materialize_names(answer):
     try: _check_covered(model, model.weight_slots())
     except ValueError as e: assert "head.weight" in str(e), f"the loader should miss head.weight; it says: {e}"
     else: raise AssertionError("nothing is broken: the loader finds every parameter covered")
+
+# %% ../nbs/05_layers.ipynb #4642079f
+@check("once_around")
+def check_once_around(answer):
+    "Checks the positions in a full turn of the slowest pair"
+    import math
+    from minisgl_edu.layers import default_inv_freq
+    speed = default_inv_freq(64, 100000.0)[-1].item()
+    turns = answer * speed / (2 * math.pi)
+    assert abs(turns - 1) < 0.02, f"pair 31 turns by {speed:.3g} rad a position; after {answer:,.0f} positions it has made {turns:.2f} turns"
+
+# %% ../nbs/05_layers.ipynb #f27e4b9f
+@check("one_based_norm")
+def check_one_based_norm(answer):
+    "Checks ops whose norm weights are stored as differences from one"
+    import torch
+    from minisgl_edu.layers import TorchOps
+    ops, rand = answer(), torch.Generator().manual_seed(0)
+    x, residual, weight = (torch.randn(n, 8, generator=rand) for n in (3, 3, 1))
+    weight = weight[0]
+    stored, want = weight.clone(), TorchOps().rms_norm(x, 1 + weight, 1e-5)
+    for call in ("first", "second"):
+        off = (ops.rms_norm(x, weight, 1e-5) - want).abs().max()
+        assert off < 1e-5, f"the {call} call of `rms_norm` is off by {off:.2f}; the weight in use should be 1 + weight"
+    assert torch.equal(weight, stored), "the stored weight has changed; it is a parameter of the model"
+    normed, summed = ops.add_rms_norm(x, residual, weight, 1e-5)
+    off = (normed - TorchOps().rms_norm(x + residual, 1 + weight, 1e-5)).abs().max()
+    assert off < 1e-5 and torch.equal(summed, x + residual), f"`add_rms_norm` should do the same after adding; it is off by {off:.2f}"
+
+# %% ../nbs/05_layers.ipynb #b7e8c80e
+@check("neighbour_pairs")
+def check_neighbour_pairs(answer):
+    "Checks a rotation of the wrong pairs: it has every property of RoPE, and is another one"
+    import torch
+    from types import SimpleNamespace
+    from minisgl_edu.layers import TorchOps, rope_rows, rope_table
+    table = rope_table(SimpleNamespace(head_dim=8, rope_theta=100.0, rope_scaling=None), 64)
+    q, k = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    def turn(t, p, ops=answer()): return ops.rope(t, t, rope_rows(table, torch.tensor([p]), torch.float64))[0]
+    def score(i, j): return (turn(q, i) * turn(k, j)).sum().item()
+    assert turn(q, 5).shape == q.shape, f"the shape stays {list(q.shape)}; yours is {list(turn(q, 5).shape)}"
+    assert torch.allclose(turn(q, 0), q), "position 0 is not turned"
+    before, after = (t.view(4, 2).norm(dim=-1) for t in (q, turn(q, 5)))
+    worst = (before - after).abs().argmax().item()
+    assert torch.allclose(before, after), f"a turn keeps the length of a pair; features {2 * worst} and {2 * worst + 1} had {before[worst]:.3f} and have {after[worst]:.3f}"
+    assert abs(score(7, 3) - score(40, 36)) < 1e-5, f"the score depends on the distance only: {score(7, 3):.4f} at 7 and 3, {score(40, 36):.4f} at 40 and 36"
+    assert not torch.allclose(turn(q, 5), turn(q, 5, TorchOps())), "nothing is broken: this is what TorchOps computes"
+
+# %% ../nbs/05_layers.ipynb #4dcf591c
+@check("biased_row_linear")
+def check_biased_row_linear(answer):
+    "Checks a row-parallel linear with a bias, on several ranks"
+    import torch
+    from minisgl_edu.checks import ranks_as_threads
+    from minisgl_edu.layers import TorchOps
+    x, weight, bias = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(((2, 6), (4, 6), (4,))))
+    full, want = {"o.weight": weight, "o.bias": bias}, x @ weight.T + bias
+    @torch.no_grad()
+    def run(group):
+        layer = answer(6, 4, group, TorchOps())
+        slots = layer.slots("o")
+        assert set(slots) == set(full), f"the checkpoint has {sorted(full)}; your slots ask for {sorted(slots)}"
+        for name, slot in slots.items():
+            assert tuple(slot.shape) == tuple(full[name].shape), f"{name} has shape {list(full[name].shape)} in the file; your slot says {list(slot.shape)}"
+            part = full[name][slot.src]
+            assert part.shape == slot.target.shape, f"{name} on {group.size} ranks: a part of {list(part.shape)} does not fit {list(slot.target.shape)}"
+            slot.target.copy_(part)
+        return layer(x[:, layer.part])
+    for size in (1, 2, 3):
+        for rank, got in enumerate(ranks_as_threads(run, size)[0]):
+            times = ((got - want + bias) @ bias / (bias @ bias)).mean().item() # how often the bias is in the answer, if that is all that is wrong
+            assert torch.allclose(got, want, atol=1e-5), (f"rank {rank} of {size}: the answer is off by {(got - want).abs().max():.2f}"
+                f"{f', for the bias is in it {times:.0f} times' if torch.allclose(got - want, (times - 1) * bias.expand(2, 4), atol=1e-4) else ''}")
