@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -87,6 +87,42 @@ def check_median(answer):
     times = [2.0, 1.0]
     answer(times)
     assert times == [2.0, 1.0], "your function changed the caller's list; sort a copy"
+
+# %% ../nbs/00_checks.ipynb #50fc8c42
+TINY_MODEL = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, rope_theta=10000.0, tie_word_embeddings=False)
+
+def tiny_llm(
+    page_size:int=4,  # Tokens per page
+    num_pages:int=64, # Pages in the pool
+    **options         # Of `LLM`, e.g. `attention_backend=MyBackend` or `cache=MyCache`
+):                    # An `LLM`, to be closed
+    "The finished engine over a tiny model with random weights; prompts are token ids below 128"
+    import json, tempfile
+    from pathlib import Path
+    from minisgl_edu.llm import LLM
+    options = dict(dtype="float64", device="cpu", max_running_requests=4, max_seq_len=min(256, page_size * num_pages)) | options
+    with tempfile.TemporaryDirectory() as path:
+        Path(path, "config.json").write_text(json.dumps(TINY_MODEL), encoding="utf-8")
+        llm = LLM(path, page_size=page_size, num_pages=num_pages, dummy_weights=True, **options)
+    for p in llm.engine.model.parameters():
+        if p.dim() > 1: p.data.mul_(20)
+    return llm
+
+def tiny_answers(
+    rounds:list,   # Lists of prompts; a round starts when the one before has ended
+    max_tokens=12, # New tokens for each
+    **options      # Of `tiny_llm`
+)->list:           # [round][prompt] `Output`, with `token_ids` and `cached_tokens`
+    "What the tiny engine answers, greedily"
+    from minisgl_edu.core import SamplingParams
+    with tiny_llm(**options) as llm:
+        return [llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)) for prompts in rounds]
+
+def prompts_alike()->list: # Two rounds of prompts
+    "Prompts that share a beginning of 20 tokens; some of the second round share more"
+    stem = list(range(40, 60))
+    return [[stem + [7, i] for i in range(2)], [stem + [7, 8, 9, i] for i in range(4)]]
 
 # %% ../nbs/01_core.ipynb #c019e170
 @check("steps_and_tokens")
@@ -452,3 +488,74 @@ def check_biased_row_linear(answer):
             times = ((got - want + bias) @ bias / (bias @ bias)).mean().item() # how often the bias is in the answer, if that is all that is wrong
             assert torch.allclose(got, want, atol=1e-5), (f"rank {rank} of {size}: the answer is off by {(got - want).abs().max():.2f}"
                 f"{f', for the bias is in it {times:.0f} times' if torch.allclose(got - want, (times - 1) * bias.expand(2, 4), atol=1e-4) else ''}")
+
+# %% ../nbs/10_radix.ipynb #ecd1ae0d
+@check("radix_victims")
+def check_radix_victims(answer):
+    "Checks a guess at what a radix cache gives up"
+    from minisgl_edu.radix import RadixCache
+    cache = RadixCache(num_pages=8, page_size=2)
+    cache.insert([1, 2, 3, 4], [0, 1])
+    cache.insert([1, 2, 5, 6, 7, 8], [0, 2, 3])
+    cache.match_prefix([1, 2, 3, 4])
+    first, rest = cache.evict(1), cache.evict(2)
+    mine = [list(pages) for pages in answer]
+    assert [len(pages) for pages in mine] == [1, 2], f"one page, then two: your lists have {[len(pages) for pages in mine]}"
+    assert 0 not in mine[0] + mine[1], "page 0 holds the tokens 1 2, which both sequences begin with: without it nobody finds what follows"
+    assert mine[0] != [1], "page 1 belongs to 3 4, and the match has just touched that: the other leaf was used longer ago"
+    assert mine[0] == first, f"the leaf used longest ago is 5 6 7 8, and it is trimmed from its tail: page {first[0]}, not {mine[0][0]}"
+    assert sorted(mine[1]) == sorted(rest), f"what is left of that leaf goes, then the next leaf: pages {rest}, not {mine[1]}"
+
+# %% ../nbs/10_radix.ipynb #689ca683
+@check("own_prefix_cache")
+def check_own_prefix_cache(answer):
+    "Checks a prefix cache, alone and in the engine"
+    from minisgl_edu.checks import prompts_alike, tiny_answers, tiny_llm
+    from minisgl_edu.core import PrefixCache, SamplingParams
+    cache = answer(16, 2)
+    missing = [name for name in ("match_prefix", "lock", "unlock", "insert", "evict", "check_integrity", "evictable_pages", "protected_pages") if not hasattr(cache, name)]
+    assert isinstance(cache, PrefixCache), f"the protocol also wants {', '.join(missing)}"
+    back = [cache.insert([1, 2, 3, 4], [5, 6]), cache.insert([1, 2, 3, 4, 7, 8], [5, 9, 3])]
+    assert back == [[], [9]], f"page 9 holds tokens that page 6 holds already, so it alone goes back; your inserts return {back}"
+    cache.insert([9, 9, 9, 9], [0, 1])
+    match = cache.match_prefix([1, 2, 3, 4, 7, 8, 0])
+    assert (match.pages, match.num_tokens) == ([5, 6, 3], 6), f"of 1 2 3 4 7 8 0 the pages [5, 6, 3] with 6 tokens are cached, you find {match.pages} with {match.num_tokens}"
+    got = cache.match_prefix([9, 9, 3, 4]).pages
+    assert got == [0], f"of 9 9 3 4 only page 0 is cached, you find {got}: page 6 was computed behind the tokens 1 2"
+    cache.insert([9, 9, 9, 9], [0, 1])
+    cache.lock(match.handle)
+    counts = (cache.evictable_pages, cache.protected_pages)
+    assert counts == (2, 3), f"three pages are locked and two are not; you count {counts[1]} and {counts[0]}"
+    got = cache.evict(1)
+    assert got == [1], f"of 9 9 9 9 the second page must go first; you give up {got}, and nobody finds page 1 without page 0"
+    cache.unlock(match.handle)
+    got = cache.evict(100)
+    assert sorted(got) == [0, 3, 5, 6] and cache.evictable_pages == 0, f"pages 0, 3, 5, 6 are left and nobody holds them; you give up {sorted(got)}"
+    rounds, params = prompts_alike(), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    right = [o for answers in tiny_answers(rounds, 8, cache="radix") for o in answers]
+    for num_pages in (64, 14):
+        with tiny_llm(num_pages=num_pages, cache=answer) as llm:
+            mine = [o for prompts in rounds for o in llm.generate(prompts, params)]
+            llm.scheduler.check_integrity()
+        for got, want in zip(mine, right):
+            assert got.token_ids == want.token_ids, (f"with {num_pages} pages in the pool, the prompt {got.prompt_token_ids} took {got.cached_tokens} tokens "
+                f"from your cache and went on with {got.token_ids}; right is {want.token_ids}")
+        assert any(o.cached_tokens for o in mine), f"with {num_pages} pages in the pool the tokens are right, but your cache never finds any of them"
+
+# %% ../nbs/10_radix.ipynb #42eafb43
+@check("radix_unlocked")
+def check_radix_unlocked(answer):
+    "Checks that a cache is broken in the one way that was asked for"
+    from minisgl_edu.checks import prompts_alike, tiny_answers
+    cache = answer(8, 2)
+    cache.insert([1, 2, 3, 4], [0, 1])
+    match = cache.match_prefix([1, 2, 3, 4])
+    cache.lock(match.handle)
+    given_up = cache.evict(2)
+    assert len(given_up) == 2, f"a request holds both pages of 1 2 3 4, and evict(2) gives up only {given_up}: something still protects them"
+    cache.unlock(match.handle)
+    tokens = lambda **kw: [o.token_ids for answers in tiny_answers(prompts_alike(), 8, **kw) for o in answers]
+    right = tokens(cache="radix")
+    assert tokens(cache=answer) == right, "in a roomy pool the tokens are right without locks, too; yours are not, so something else is broken"
+    wrong = sum(a != b for a, b in zip(tokens(cache=answer, num_pages=14), right))
+    assert wrong, f"with 14 pages all {len(right)} answers are still right: nothing was evicted under a running request"
