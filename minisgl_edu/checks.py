@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -559,3 +559,114 @@ def check_radix_unlocked(answer):
     assert tokens(cache=answer) == right, "in a roomy pool the tokens are right without locks, too; yours are not, so something else is broken"
     wrong = sum(a != b for a, b in zip(tokens(cache=answer, num_pages=14), right))
     assert wrong, f"with 14 pages all {len(right)} answers are still right: nothing was evicted under a running request"
+
+# %% ../nbs/11_sampling.ipynb #62d1a386
+@check("sampling_cut")
+def check_sampling_cut(answer):
+    "Checks which tokens top-k and top-p leave together"
+    import torch
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.sampling import choose, prepare
+    reqs = [Req(i, [0], SamplingParams(top_k=3, top_p=0.8, seed=i)) for i in range(500)]
+    for r in reqs: r.schedule(1)
+    scores = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15]).log()
+    drawn = choose(scores.expand(500, -1), prepare(reqs)).unique().tolist()
+    never, missing = sorted(set(answer) - set(drawn)), sorted(set(drawn) - set(answer))
+    assert not never, f"of 500 requests none drew {never}: top-k comes first, and top-p asks for a share of what it left"
+    assert not missing, f"some of 500 requests drew {missing}, and your list has only {sorted(answer)}"
+
+# %% ../nbs/11_sampling.ipynb #80498dea
+@check("sampling_top_a")
+def check_sampling_top_a(answer):
+    "Checks a mask for top-a: by row, and the same in company as alone"
+    import torch
+    probs, a = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.9, 0.06, 0.03, 0.01]]), torch.tensor([0.4, 0.4])
+    for i, stay in ((0, 3), (1, 1)):
+        got = int(answer(probs[i:i + 1], a[:1]).sum())
+        assert got == stay, f"of {probs[i].tolist()} alone, a = 0.4 keeps {stay} (at least {0.4 * probs[i, 0].item() ** 2:.3f} likely); you keep {got}"
+    mask = answer(probs, a)
+    assert mask.shape == probs.shape and mask.dtype == torch.bool, f"a mask of shape {tuple(probs.shape)} is wanted, got {tuple(mask.shape)} {mask.dtype}"
+    assert mask.sum(-1).tolist() == [3, 1], f"alone the rows keep 3 and 1 tokens, in one batch you keep {mask.sum(-1).tolist()}: one row must not set the bound of another"
+    mixed = answer(probs[:1].expand(2, -1), torch.tensor([0.4, 0.0])).sum(-1).tolist()
+    assert mixed == [3, 4], f"each row has its own a: with 0.4 and 0 the first row keeps 3 and 4 tokens, you keep {mixed}"
+
+# %% ../nbs/11_sampling.ipynb #50857d86
+@check("sampling_zero")
+def check_sampling_zero(answer):
+    "Checks weights and a number that make a draw take a token of weight zero"
+    import torch
+    from minisgl_edu.sampling import _draw
+    weights, u = answer
+    assert 0 <= u < 1, f"u = {u} is not in [0, 1)"
+    assert min(weights) >= 0 and sum(weights) > 0, f"weights are >= 0 and not all zero, got {weights}"
+    place = _draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)).item()
+    assert weights[place] == 0, f"u = {u} takes token {place}, whose weight is {weights[place]:g}: nothing is broken yet"
+
+# %% ../nbs/11_sampling.ipynb #ff31875a
+@check("sampling_reject")
+def check_sampling_reject(answer):
+    "Checks the distribution of a draw under top-p that ranks nothing"
+    import torch
+    from minisgl_edu.sampling import uniform
+    probs, inside = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15], dtype=torch.float64), {1: 0.4 / 0.85, 3: 0.3 / 0.85, 4: 0.15 / 0.85}
+    counts = dict.fromkeys(range(5), 0)
+    for seed in range(1000):
+        token = answer(probs.clone(), 0.75, [uniform(seed, i) for i in range(16)])
+        assert token in counts, f"a token id from 0 to 4 is wanted; seed {seed} gives {token}"
+        assert token in inside, f"token {token} is outside: the likelier ones have {probs[probs > probs[token]].sum():.2f} of the mass, not less than 0.75"
+        counts[token] += 1
+    distance = sum((counts[t] - 1000 * p) ** 2 / (1000 * p) for t, p in inside.items())
+    expected = {t: round(1000 * p) for t, p in inside.items()}
+    assert distance < 20, f"of 1,000 draws {expected} are expected, you give {dict((t, counts[t]) for t in inside)}: chi-square {distance:.0f}"
+
+# %% ../nbs/12_graphs.ipynb #4b44feb7
+@check("graphs_padding")
+def check_graphs_padding(answer):
+    "Checks the rows of padding of two ladders"
+    from minisgl_edu.graphs import graph_sizes
+    def padding(sizes, first=1, last=64): return sum(next(s for s in sizes if s >= n) - n for n in range(first, last + 1))
+    ours, doubling = graph_sizes(64), [1, 2, 4, 8, 16, 32, 64]
+    assert answer[0] == padding(ours), (f"on {ours} it is not {answer[0]}: batches of 1 to 8 have {padding(ours, 1, 8)} rows of padding together, "
+                                        f"those of 9 to 16 have {padding(ours, 9, 16)}, and so on")
+    assert answer[1] == padding(doubling), f"on {doubling} it is not {answer[1]}: batches of 17 to 32 alone have {padding(doubling, 17, 32)} rows of padding"
+
+# %% ../nbs/12_graphs.ipynb #a8584e42
+@check("graphs_stale")
+def check_graphs_stale(answer):
+    "Checks a runner that is right for its batch, and writes over the keys and values of others"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.experiments import decode_setup, llama_shape
+    from minisgl_edu.graphs import graph_sizes
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import create_model
+    model = create_model(ModelConfig.from_dict(llama_shape(2, 64, 128, 4, 2, 16, 128, True)), TorchOps())
+    dummy_weights(model, "cpu", torch.float64)
+    with torch.inference_mode():
+        backend, table, step = decode_setup(model, "cpu", num_rows=8, length=16)
+        runner = answer(model, backend, table, 8 * 16, graph_sizes(8))
+        runner.replay(step(7))
+        ctx = step(3, at=10)
+        backend.prepare(ctx)
+        want = model(ctx)
+        strangers = backend.pool.kv[:, 3 * 16:8 * 16]
+        strangers.fill_(7.0)  # requests 3 to 6 have ended, and others have their pages
+        got = runner.replay(ctx)
+        off = (got - want).abs().max().item()
+        assert off < 1e-9, f"the scores of the three real requests are off by up to {off:.2g}: fill their columns, and leave only the padding stale"
+        hit = (strangers != 7.0).flatten(2).any(-1).any(0).nonzero().flatten() + 3 * 16
+        assert len(hit), "a batch of three in the graph for four changed no slot of requests 3 to 7: the fourth column still holds the dummy request"
+
+# %% ../nbs/12_graphs.ipynb #04806981
+@check("graphs_ladder")
+def check_graphs_ladder(answer):
+    "Checks the ladder with the fewest rows, against all ladders"
+    from itertools import combinations
+    def rows(sizes, counts): return sum(times * next(s for s in sizes if s >= n) for n, times in counts.items())
+    for counts in ({4: 9}, {1: 10, 6: 9, 7: 8, 8: 1, 20: 3}, {1: 50, 2: 10, 3: 10, 5: 30, 8: 1}):
+        for graphs in (1, 2, 3):
+            got, lower = list(answer(dict(counts), graphs)), sorted(counts)[:-1]
+            assert got == sorted(set(got)) and 1 <= len(got) <= graphs, f"for {counts} at most {graphs} sizes are allowed, ascending; you give {got}"
+            assert got[-1] >= max(counts), f"a batch of {max(counts)} has no graph among {got}"
+            best = min(([*some, max(counts)] for n in range(graphs) for some in combinations(lower, n)), key=lambda sizes: rows(sizes, counts))
+            assert rows(got, counts) == rows(best, counts), f"for {counts}, {got} computes {rows(got, counts)} rows, and {best} only {rows(best, counts)}"
