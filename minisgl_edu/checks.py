@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -87,3 +87,73 @@ def check_median(answer):
     times = [2.0, 1.0]
     answer(times)
     assert times == [2.0, 1.0], "your function changed the caller's list; sort a copy"
+
+# %% ../nbs/21_messages.ipynb #2e88648e
+@check("list_length")
+def check_list_length(answer):
+    "Checks from which length on a list's trip is a tenth of its cost"
+    trip, item = 12, 1.0
+    share = trip / (trip + answer * item)
+    assert share <= 0.1, f"a list of {answer} costs {trip} + {answer * item:g} us, and the trip is {share:.1%} of that: still more than a tenth"
+    shorter = trip / (trip + (answer - 1) * item)
+    assert shorter > 0.1, f"{answer} are enough, but not the fewest: with {answer - 1} the trip is {shorter:.1%} of the cost. The cost is the trip and the items"
+
+# %% ../nbs/21_messages.ipynb #0cccacfa
+@check("outbox")
+def check_outbox(answer):
+    "Checks that an outbox sends each channel one list, in order, once"
+    class Road:
+        def __init__(self): self.trips = []
+        def send(self, msgs): self.trips.append(list(msgs))
+    a, b, c = Road(), Road(), Road()
+    box = answer()
+    for road, msg in ((a, 1), (b, 2), (a, 3), (a, 4)): box.put(road, msg)
+    assert not a.trips, f"put sent {a.trips} at once; it should wait for flush, or every message pays for a trip"
+    box.flush()
+    assert a.trips == [[1, 3, 4]] and b.trips == [[2]], f"put 1, 3, 4 for one channel and 2 for another, then flush: expected [[1, 3, 4]] and [[2]], you sent {a.trips} and {b.trips}"
+    box.put(c, 5)
+    box.flush(); box.flush()
+    assert len(a.trips) == 1, f"a second flush sent the first channel {a.trips[1:]} again"
+    assert c.trips == [[5]], f"5 was put, then flushed twice: expected one list [5], you sent {c.trips}"
+
+# %% ../nbs/21_messages.ipynb #a32df628
+def pausing(
+    receiver_class # `AsyncReceiver`
+):
+    "A receiver that lets others run between taking its messages and clearing its event"
+    import asyncio
+    class Pausing(receiver_class):
+        async def recv(self):
+            await self._ready.wait()
+            msgs, self._msgs = self._msgs, []
+            await asyncio.sleep(0)
+            self._ready.clear()
+            return msgs
+    return Pausing
+
+# %% ../nbs/21_messages.ipynb #e7b9ac62
+def finish(
+    coroutine,       # What to run
+    seconds:float=5  # Longest wait
+):
+    "Run a coroutine to its end, also in a notebook, whose thread has a running loop; a `TimeoutError` if it hangs"
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor(1) as pool: return pool.submit(lambda: asyncio.run(asyncio.wait_for(coroutine, seconds))).result()
+
+@check("lost_wakeup")
+def check_lost_wakeup(answer):
+    "Checks a schedule that tells a receiver which loses a wake-up from one that does not"
+    from types import SimpleNamespace
+    from minisgl_edu.messages import AsyncReceiver
+    async def verdict(receiver_class):
+        inbox, loop = [], SimpleNamespace(add_reader=lambda *a: None, remove_reader=lambda *a: None)
+        def take(block): msgs = inbox[:]; inbox.clear(); return msgs
+        receiver = receiver_class(SimpleNamespace(fileno=lambda: 0, recv=take), loop)
+        def arrive(msgs): inbox.extend(msgs); receiver._on_readable()
+        return await answer(receiver, arrive)
+    for cls, want, name in ((AsyncReceiver, False, "the chapter's receiver"), (pausing(AsyncReceiver), True, "the receiver that pauses")):
+        got = finish(verdict(cls))
+        assert isinstance(got, bool), f"return True or False: was a message missed? For {name} you return {got!r}"
+        assert got == want, f"for {name} you say {got}: " + ("it misses nothing that arrives" if not want else
+            "yet a message that arrives while it pauses is not announced any more. Let one arrive while the first recv is under way")
