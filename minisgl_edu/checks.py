@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -1048,3 +1048,79 @@ def check_drift(answer):
     turns, blocks = answer(compare, workload), answer(one_after_the_other, workload)
     assert abs(turns - 1) <= 0.1, f"in turns your two peers differ by {turns - 1:+.0%}: either they are not equal, or the machine changes too much from one call to the next"
     assert abs(blocks - 1) > 0.2, f"one after the other they differ by {blocks - 1:+.0%}, too little to mislead anybody: let the machine change from call to call, whoever calls"
+
+# %% ../nbs/27_cli.ipynb #ff7a8e32
+@check("exit_codes")
+def check_exit_codes(answer):
+    "Checks five exit codes against those of the command itself"
+    import contextlib, io
+    from minisgl_edu.cli import main
+    lines = ["serve --page-size zero", "serve --page-size 0", "--version", "shell --max-tokens", "fetch --model no/such/dir/here"]
+    assert len(answer) == len(lines), f"{len(lines)} commands have {len(lines)} exit codes; you give {len(answer)}"
+    for line, mine in zip(lines, answer):
+        out = io.StringIO()
+        with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
+            try: code = main(line.split())
+            except SystemExit as e: code = e.code or 0
+        assert mine == code, f"minisgl-edu {line}: you say {mine}, it ends with {code} and the words: {out.getvalue().strip().splitlines()[-1]}"
+
+# %% ../nbs/27_cli.ipynb #6cf7238d
+@check("undo")
+def check_undo(answer):
+    "Checks a shell that takes back its last turn"
+    from contextlib import contextmanager
+    from minisgl_edu.llm import Output
+    class Parrot:
+        @contextmanager
+        def stream(self, messages, params):
+            class Pieces(list): output = Output(f"{messages[-1]['content']}!", [1], "stop", [0] * len(messages), 0)
+            yield Pieces([f"{messages[-1]['content']}!"])
+    said = []
+    chat = answer(Parrot(), {"temperature": 0.0, "max_tokens": None}, said.append)
+    def state(): return [m["content"] for m in chat.messages]
+    def type_in(*lines):
+        for line in lines:
+            try: stays = chat.take(line)
+            except (IndexError, TypeError) as e: raise AssertionError(f"{line} with the conversation {state()} raised {e!r}: the shell would end with a traceback") from None
+            assert stays, f"{line} ends the shell"
+    type_in("one", "two", "/undo")
+    assert state() == ["one", "one!"], f"after one, two, /undo the conversation should be ['one', 'one!'], it is {state()}"
+    type_in("three")
+    assert state() == ["one", "one!", "three", "three!"], f"three comes after the undo: expected one, one!, three, three!, you have {state()}"
+    type_in("/undo", "/undo")
+    assert state() == [], f"two turns, two undos: nothing is left but {state()}"
+    said.clear()
+    type_in("/undo")
+    assert state() == [] and "".join(said).startswith("error: "), f"there is nothing to take back; say so by an error, not {''.join(said)!r}"
+
+# %% ../nbs/27_cli.ipynb #8629cec6
+def with_default(
+    default # Of a flag's field
+):
+    "An `add_flags` whose flags have defaults"
+    def add(parser, flags):
+        from minisgl_edu.cli import add_flags
+        add_flags(parser, flags)
+        for action in parser._actions:
+            if action.dest in {f.field for f in flags}: action.default = default(action.dest)
+    return add
+
+def with_none(parser, flags):
+    "Whatever is not given is None"
+    with_default(lambda field: None)(parser, flags)
+
+def with_copies(parser, flags):
+    "Whatever is not given is what `EngineConfig` has for it"
+    import dataclasses
+    from minisgl_edu.engine import EngineConfig
+    with_default({f.name: f.default for f in dataclasses.fields(EngineConfig)}.get)(parser, flags)
+
+# %% ../nbs/27_cli.ipynb #6943fcad
+@check("one_default")
+def check_one_default(answer):
+    "Checks a test that notices a default in a second place"
+    from minisgl_edu.cli import add_flags
+    for add, want in ((add_flags, True), (with_none, False), (with_copies, False)):
+        got = answer(add)
+        assert isinstance(got, bool), f"return True or False, not {got!r}"
+        assert got == want, f"for `{add.__name__}` your test says {got}: " + ("it is the chapter's own and all is well" if want else "with an empty command line, what should be given, and what is?")
