@@ -256,7 +256,7 @@ def check_one_buffer(answer):
             gate.set()
             for stream in streams.values(): stream.close()
 
-# %% ../nbs/03_distributed.ipynb #018732c8
+# %% ../nbs/03_distributed.ipynb #34dcc0a2
 def ranks_as_threads(
     fn,      # Called as `fn(group, *args)` on each rank
     size:int,# Ranks
@@ -288,6 +288,7 @@ def ranks_as_threads(
     threads = [threading.Thread(target=main, args=(seat,), daemon=True) for seat in seats]
     for t in threads: t.start()
     for t in threads: t.join(5)
+    if any(t.is_alive() for t in threads): raise TimeoutError("a rank did not come back within 5 s")
     waited = [e for e in errors if isinstance(e, threading.BrokenBarrierError)]
     if cause := [e for e in errors if e not in waited]: raise cause[0]
     if waited: raise TimeoutError("a rank waited in vain for the others: all must make the same calls, in the same order")
