@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -123,6 +123,148 @@ def prompts_alike()->list: # Two rounds of prompts
     "Prompts that share a beginning of 20 tokens; some of the second round share more"
     stem = list(range(40, 60))
     return [[stem + [7, i] for i in range(2)], [stem + [7, 8, 9, i] for i in range(4)]]
+
+# %% ../nbs/07_kvcache.ipynb #eded7012
+@check("reused_slots")
+def check_reused_slots(answer):
+    "Checks a guess at the slots of a request that takes over pages"
+    from minisgl_edu.kvcache import PageAllocator, slots_of
+    alloc = PageAllocator(8)
+    a, b = alloc.allocate(2), alloc.allocate(3)
+    alloc.free(a)
+    c, mine = alloc.allocate(3), [int(slot) for slot in answer]
+    want = slots_of(c, 4, 6, 10).tolist()
+    assert len(mine) == 4, f"positions 6, 7, 8 and 9 have four slots, yours are {mine}"
+    pages = [slot // 4 for slot in mine]
+    assert pages == [c[1], c[1], c[2], c[2]], f"the third request gets the lowest free pages, {c}; positions 6 to 9 lie in its second and third: pages {[c[1], c[1], c[2], c[2]]}, yours lie in {pages}"
+    assert mine == want, f"the pages are right; position 6 is offset {6 % 4} in its page, so its slot is {c[1]} * 4 + {6 % 4} = {want[0]}. You say {mine}, right is {want}"
+
+# %% ../nbs/07_kvcache.ipynb #60c4bda8
+@check("run_allocator")
+def check_run_allocator(answer):
+    "Checks an allocator that prefers runs, on a small pool and then on a random life"
+    import random
+    alloc = answer(10)
+    held = [alloc.allocate(n) for n in (2, 1, 3, 1)]
+    assert held == [[0, 1], [2], [3, 4, 5], [6]], f"from a fresh pool, requests for 2, 1, 3 and 1 pages get [0, 1], [2], [3, 4, 5], [6]; you give {held}"
+    try: alloc.check_integrity(p for pages in held for p in pages)
+    except AssertionError as error:
+        raise AssertionError(f"pages 0 to 6 are handed out, but {error}: each of them must leave `_heap` and have a 0 in `_is_free`") from None
+    alloc.free(held[1]); alloc.free(held[3])  # free: 2, 6, 7, 8, 9
+    got = alloc.allocate(2)
+    assert got == [6, 7], f"pages 2, 6, 7, 8, 9 are free; the lowest run of two is [6, 7], you give {got}"
+    got += alloc.allocate(3)
+    assert sorted(got) == [2, 6, 7, 8, 9], f"no three of 2, 8, 9 lie side by side, so all three go; with [6, 7] you have given {sorted(got)}"
+    try: pages = alloc.allocate(1)
+    except MemoryError: pages = None
+    assert pages is None, f"no page is left, and you give {pages}; `PageAllocator` raises MemoryError"
+    rng, alloc, live = random.Random(0), answer(40), []
+    for _ in range(300):
+        n = rng.randint(0, 6)
+        if live and (rng.random() < 0.5 or n > alloc.num_free): alloc.free(live.pop(rng.randrange(len(live))))
+        elif n <= alloc.num_free:
+            before = set(alloc.free_pages)
+            runs = [i for i in sorted(before) if before.issuperset(range(i, i + n))] if n else []
+            live.append(alloc.allocate(n))
+            want = list(range(runs[0], runs[0] + n)) if runs else sorted(before)[:n]
+            assert live[-1] == want, f"of the free pages {sorted(before)}, {n} pages are {want}; you give {live[-1]}"
+        alloc.check_integrity(p for pages in live for p in pages)
+
+# %% ../nbs/07_kvcache.ipynb #2a49557e
+@check("trusting_free")
+def check_trusting_free(answer):
+    "Checks an allocator without the test for a page given back twice: honest life goes on, and a double free ends in shared memory"
+    import torch
+    from minisgl_edu.kvcache import KVPool, slots_of
+    alloc = answer(4)
+    a, b = alloc.allocate(2), alloc.allocate(1)
+    alloc.free(a)
+    try: alloc.check_integrity(b)
+    except AssertionError as error:
+        raise AssertionError(f"pages {a} came back once, and {error}: an honest caller must still find them in `_heap`, with a 1 in `_is_free`") from None
+    got = alloc.allocate(2)
+    assert got == a, f"honest so far: pages {a} came back and are the lowest free ones, but the next request gets {got}"
+    try: alloc.free(got), alloc.free(got)
+    except ValueError as error: raise AssertionError(f"your class still refuses the second time: {error}") from None
+    first, second = alloc.allocate(1), alloc.allocate(1)
+    assert first == second, f"the second time changed nothing: two requests get pages {first} and {second}"
+    pool = KVPool(1, 4, 2, 1, 4, "cpu", torch.float32)
+    for who, pages in ((1.0, first), (2.0, second)):
+        kv = torch.full((2, 1, 4), who)
+        pool.store(0, kv, kv, torch.from_numpy(slots_of(pages, 2, 0, 2)))
+    seen = pool.k[0][slots_of(first, 2, 0, 2)].unique().tolist()
+    assert seen == [2.0], f"the first request stored 1, the second 2 in the same page; the first should read 2, and reads {seen}"
+    try: alloc.check_integrity([*b, *first, *second])
+    except AssertionError: return
+    raise AssertionError("page 0 is held by two requests and check_integrity finds nothing: leave that one as it is")
+
+# %% ../nbs/08_attention.ipynb #575badbb
+@check("attention_takes_over")
+def check_attention_takes_over(answer):
+    "Checks the context from which on the KV of a decode step weighs more than the model"
+    from types import SimpleNamespace
+    import torch
+    from minisgl_edu.device import kv_bytes_per_token
+    mine = tuple(answer)
+    assert len(mine) == 2, f"two numbers, with 8 and with 32 KV heads; yours are {mine}"
+    for kv_heads, got in zip((8, 32), mine):
+        llama = SimpleNamespace(num_layers=32, num_kv_heads=kv_heads, head_dim=128)
+        want = 16.1e9 / kv_bytes_per_token(llama, torch.bfloat16) / 64
+        assert 0.95 < got / want < 1.05, (f"with {kv_heads} KV heads your {got:,.0f} tokens are {got / want:.2g} times what it takes; a token has "
+            f"{kv_bytes_per_token(llama, torch.bfloat16):,} bytes: keys and values, of all layers, in each of 64 requests")
+
+# %% ../nbs/08_attention.ipynb #f7acd713
+@check("careless_padding")
+def check_careless_padding(answer):
+    "Checks groups whose padding reads anything: right in a clean pool, NaN in a dirty one"
+    import torch
+    from minisgl_edu.attention import Plan, TorchAttention, plan_groups
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.kvcache import KVPool
+    lens, gen = [9, 6, 2], torch.Generator().manual_seed(0)
+    pool, table = KVPool(1, 16, 2, 2, 8, "cpu", torch.float64), torch.full((3, 9), 30)
+    for row, n in enumerate(lens): table[row, :n] = torch.arange(n) + 10 * row # what lies behind a request's end is slot 30
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=gen, dtype=torch.float64))
+    q, k, v = (torch.randn(3, heads, 8, generator=gen, dtype=torch.float64) for heads in (4, 2, 2))
+    ends = torch.tensor(lens)
+    ctx = ForwardContext("decode", [n - 1 for n in lens], lens, torch.arange(3), None, ends - 1, table[torch.arange(3), ends - 1], None)
+    def attend(groups):
+        ctx.metadata = Plan([], groups(table, lens, 1000, torch.float64), None)
+        return TorchAttention(None, pool, table).forward(q, k, v, 0, ctx)
+    right, clean = attend(plan_groups), attend(answer)
+    off = [row for row in range(3) if not torch.allclose(right[row], clean[row])]
+    assert not off, f"lengths {lens}, and every slot holds numbers: the requests {off} come out wrong. Only the padding may change, the mask must stay"
+    pool.kv[:, 30:] = torch.nan
+    dirty = attend(answer)
+    assert dirty.isnan().any(), "slot 30 is NaN now, the table names it behind every short request's end, and no output is NaN: your padding is still careful"
+
+# %% ../nbs/08_attention.ipynb #906b48e5
+@check("own_backend")
+def check_own_backend(answer):
+    "Checks an attention backend in the engine, case by case"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig
+    from minisgl_edu.checks import TINY_MODEL, prompts_alike, tiny_answers
+    from minisgl_edu.core import AttentionBackend
+    from minisgl_edu.kvcache import KVPool, create_page_table
+    backend = answer(ModelConfig.from_dict(TINY_MODEL), KVPool(2, 4, 4, 2, 8, "cpu", torch.float64), create_page_table(2, 16, "cpu"))
+    missing = [name for name in ("prepare", "forward") if not hasattr(backend, name)]
+    assert isinstance(backend, AttentionBackend), f"the protocol `AttentionBackend` also wants {' and '.join(missing)}"
+    class Checked(answer):
+        def forward(self, q, k, v, layer_id, ctx):
+            out = super().forward(q, k, v, layer_id, ctx)
+            assert out is not None and out.shape == q.shape, f"`forward` must return a tensor shaped like q, {list(q.shape)}; got {None if out is None else list(out.shape)}"
+            return out
+    alone, several = [[[5, 6, 7, 8, 9]]], [[[5, 6, 7, 8, 9], [10], [11, 12, 13]]]
+    cases = (("one request, then three of 5, 1 and 3 tokens", alone + several, {}),
+             ("a prompt of 22 tokens in chunks of 8, with a cached prefix later", prompts_alike(), dict(max_prefill_length=8)),
+             ("prefill and decode in one step", several, dict(policy="mixed", max_prefill_length=4, page_size=1)))
+    for what, rounds, options in cases:
+        mine, ours = ([o for answers in tiny_answers(rounds, 4, attention_backend=backend, **options) for o in answers] for backend in (Checked, "torch"))
+        for got, want in zip(mine, ours):
+            at = next((i for i, (a, b) in enumerate(zip(got.token_ids, want.token_ids)) if a != b), None)
+            assert at is None, (f"{what}: after the prompt {got.prompt_token_ids} token {at} is {got.token_ids[at]}, right is {want.token_ids[at]}; "
+                + ("that is the prompt's own step" if at == 0 else "that step decodes: one query, and all keys up to itself"))
 
 # %% ../nbs/10_radix.ipynb #ecd1ae0d
 @check("radix_victims")
