@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -123,6 +123,76 @@ def prompts_alike()->list: # Two rounds of prompts
     "Prompts that share a beginning of 20 tokens; some of the second round share more"
     stem = list(range(40, 60))
     return [[stem + [7, i] for i in range(2)], [stem + [7, 8, 9, i] for i in range(4)]]
+
+# %% ../nbs/06_models.ipynb #b4809e5f
+@check("naive_count")
+def check_naive_count(answer):
+    "Checks a count of the tokens that the naive loop computes"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.checks import TINY_MODEL
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import DenseAttention, create_model, generate_naive
+    steps = []
+    class Counting(DenseAttention):
+        def forward(self, q, k, v, layer_id, ctx):
+            if layer_id == 0: steps.append(len(q))
+            return super().forward(q, k, v, layer_id, ctx)
+    model = create_model(ModelConfig.from_dict(TINY_MODEL), TorchOps())
+    dummy_weights(model, "cpu", torch.float64)
+    generate_naive(model, range(20), 8, attention=Counting())
+    again, remembered = answer
+    assert again == sum(steps), f"the loop runs {len(steps)} steps of {steps} tokens, {sum(steps)} in all; you say {again}"
+    assert remembered == steps[-1], (f"with a memory each token is computed once; the last step of the loop holds {steps[-1]}, "
+        f"and the token that it samples is not computed any more. You say {remembered}")
+
+# %% ../nbs/06_models.ipynb #5e747689
+@check("no_mask")
+def check_no_mask(answer):
+    "Checks an attention without a causal mask: the same scores from one layer, others from two"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.checks import TINY_MODEL
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import DenseAttention, create_model, full_context
+    requests = [[5, 6, 7, 8], [9, 10, 11]]
+    for layers in (1, 2):
+        model = create_model(ModelConfig.from_dict({**TINY_MODEL, "num_hidden_layers": layers}), TorchOps())
+        dummy_weights(model, "cpu", torch.float64)
+        for p in model.parameters():
+            if p.dim() > 1: p.data.mul_(20)
+        with torch.inference_mode():
+            masked, alone = (torch.cat([model(full_context([ids]), backend) for ids in requests]) for backend in (DenseAttention(), answer()))
+            together = model(full_context(requests), answer())
+        apart, changed = (together - alone).abs().max().item(), (alone - masked).abs().max().item()
+        assert apart < 1e-9, f"with {layers} layer(s), a request of {len(requests[0])} tokens gets other scores when one of {len(requests[1])} is beside it, by up to {apart:.2g}: requests must not see each other"
+        if layers == 1: assert changed < 1e-9, f"in one layer the last token sees the same tokens with a mask and without; your scores differ by up to {changed:.2g}"
+        else: assert changed > 1e-6, "in two layers nothing has changed: somewhere there is still a mask"
+
+# %% ../nbs/06_models.ipynb #1a769ad0
+@check("window_attention")
+def check_window_attention(answer):
+    "Checks a sliding window: who sees whom, then the numbers"
+    import torch
+    from minisgl_edu.models import DenseAttention, full_context
+    lens, gen = [6, 3], torch.Generator().manual_seed(0)
+    ctx, total = full_context([[0] * n for n in lens]), sum(lens)
+    q, k = torch.randn(total, 4, total, generator=gen, dtype=torch.float64), torch.randn(total, 2, total, generator=gen, dtype=torch.float64)
+    v = torch.eye(total, dtype=torch.float64)[:, None].expand(total, 2, total)  # so the output is the weights themselves
+    backend = answer()
+    for window in (1, 3, 100):
+        backend.window = window
+        out = backend.forward(q, k, v, 0, ctx)
+        assert out.shape == q.shape, f"the output must be shaped like q, {list(q.shape)}; yours is {list(out.shape)}"
+        first = 0
+        for n in lens:
+            for i in range(n):
+                seen, want = out[first + i, 0].nonzero().flatten().tolist(), list(range(first + max(0, i - window + 1), first + i + 1))
+                assert seen == want, f"window {window}, requests of {lens} tokens: row {first + i} must see the rows {want}, yours sees {seen}"
+                scores = (k[want, 0] @ q[first + i, 0]) / total**0.5
+                assert torch.allclose(out[first + i, 0, want], scores.softmax(0)), f"window {window}: row {first + i} sees the right rows, but weighs them wrongly"
+            first += n
+    assert torch.allclose(out, DenseAttention().forward(q, k, v, 0, ctx)), "a window of 100 tokens over 6 must give what `DenseAttention` gives"
 
 # %% ../nbs/07_kvcache.ipynb #eded7012
 @check("reused_slots")
