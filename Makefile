@@ -79,9 +79,7 @@ export: $(READY)
 	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
 
 html: $(READY)
-	@$(BIN)/jupyter nbconvert --log-level=WARN --to html --output-dir _book nbs/*.ipynb
-	@sed -i 's/\(href="[0-9a-z_]*\)\.ipynb"/\1.html"/g' _book/*.html
-	@echo "open _book/index.html"
+	@$(BIN)/python html/build.py _book
 
 clean:
 	rm -rf $(VENV) _book _docs build dist *.egg-info .pytest_cache .hypothesis

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 __all__ = ['causal_mask', 'extend_attention', 'split_groups', 'as_run', 'Group', 'plan_groups', 'Extend', 'Plan', 'plan_step',
            'TorchAttention', 'make_backend']
 
-# %% ../nbs/08_attention.ipynb #9c02853e
-from .core import AttentionBackend, ForwardContext
+# %% ../nbs/08_attention.ipynb #bb099654
+from .core import AttentionBackend, ForwardContext, check_part
 from .kvcache import KVPool
 
 # %% ../nbs/08_attention.ipynb #d860f503
@@ -174,7 +174,7 @@ class TorchAttention:
         decoded = torch.cat([self._decode(tokens[g.start:g.end], layer_id, g) for g in plan.groups])
         return decoded if plan.order is None else out.index_copy_(0, plan.order, decoded)
 
-# %% ../nbs/08_attention.ipynb #9d2d92c1
+# %% ../nbs/08_attention.ipynb #4309add4
 def make_backend(
     name,                   # "auto", "torch", or a class called as `Backend(config, pool, page_table)`
     config,                 # The model's shape
@@ -182,7 +182,7 @@ def make_backend(
     page_table:torch.Tensor # Request x position -> slot
 )->AttentionBackend:
     "The attention backend by its name; a class of your own works too"
-    if callable(name): return name(config, pool, page_table)
+    if callable(name): return check_part(name(config, pool, page_table), AttentionBackend, "attention_backend")
     if name in ("auto", "torch"): return TorchAttention(config, pool, page_table)
     if name == "triton": raise ValueError("attention_backend='triton' comes with the kernels chapter; use 'torch'")
     raise ValueError(f"attention_backend={name!r} is unknown: use 'auto', 'torch', or a class")

@@ -13,7 +13,8 @@ import torch
 # %% auto #0
 __all__ = ['MAX_BIASES', 'MAX_LOGPROBS', 'FINISH_REASONS', 'EXAMPLES', 'RequestError', 'check_number', 'Default', 'check_bias',
            'SamplingParams', 'Req', 'Span', 'Batch', 'ForwardContext', 'AttentionBackend', 'Ops', 'Match',
-           'PrefixCache', 'PolicyView', 'Policy', 'TokenLogprobs', 'TokenEvent', 'Example', 'random_workload']
+           'PrefixCache', 'PolicyView', 'Policy', 'check_part', 'TokenLogprobs', 'TokenEvent', 'Example',
+           'random_workload']
 
 # %% ../nbs/01_core.ipynb #41328e6a
 class RequestError(ValueError):
@@ -273,6 +274,18 @@ class Policy(Protocol):
     "Decides what the next step does"
     def order(self, view:PolicyView)->tuple[str, ...]:
         "Phases to try, best first; the scheduler runs the first that yields a batch"
+
+# %% ../nbs/01_core.ipynb #fa449dad
+def check_part(
+    part,          # Somebody's own part, made already
+    protocol:type, # What it must be able to do
+    option:str     # The keyword that it was given for
+):
+    "Return `part`, or refuse it with the names of what it lacks"
+    wanted = [name for name in (*vars(protocol), *protocol.__annotations__) if not name.startswith("_")]
+    missing = [name for name in wanted if not hasattr(part, name)]
+    if missing: raise TypeError(f"{option}: {type(part).__name__} is no {protocol.__name__}: it lacks {', '.join(missing)}")
+    return part
 
 # %% ../nbs/01_core.ipynb #4c5f39f5
 class TokenLogprobs(NamedTuple):

@@ -13,8 +13,9 @@ from matplotlib.patches import Rectangle
 
 # %% auto #0
 __all__ = ['ACCENT', 'BASELINE', 'SECOND', 'THIRD', 'PREDICTED', 'SIMULATED', 'PALE', 'PAPER', 'WRONG', 'REQUEST_COLOURS',
-           'PARTS', 'style', 'predicted', 'measured', 'recorded_points', 'simulated', 'label_lines', 'provenance_line',
-           'bars', 'engine_map', 'request_colour', 'page_table', 'batch_timeline', 'peers', 'ladder']
+           'PARTS', 'style', 'predicted', 'measured', 'recorded_points', 'simulated', 'label_lines', 'provenance_text',
+           'provenance_line', 'bars', 'engine_map', 'request_colour', 'page_table', 'batch_timeline', 'peers',
+           'speed_table', 'ladder']
 
 # %% ../nbs/00_draw.ipynb #b3855ade
 ACCENT    = "#0072B2" # this chapter's idea
@@ -102,18 +103,25 @@ def label_lines(
         ax.annotate(line.get_label(), (1, line.get_ydata()[-1]), xycoords=("axes fraction", "data"), xytext=(6, at - y), textcoords="offset points",
                     color=line.get_color(), va="center", annotation_clip=False)
 
-# %% ../nbs/00_draw.ipynb #41d37345
-def provenance_line(
-    fig,              # Figure to write below
+# %% ../nbs/00_draw.ipynb #d58069df
+def provenance_text(
     record:dict|None, # A record, or its provenance
     workload:str=""   # Model, dtype, load and repeats, e.g. "SmolLM2-135M, float32, batch 8, median of 10"
-)->None:
-    "Where the numbers come from, in small print below a figure"
+)->str:
+    "Where the numbers come from, in one line"
     p = (record or {}).get("provenance", record or {})
     threads = f"{p['threads']} threads" if p.get("kind") == "cpu" else None
     software = f"torch {p['torch']}" if p.get("torch") else None
     parts = [p.get("device"), threads, workload, software, f"commit {p['commit']}" if p.get("commit") else None, p.get("date")]
-    fig.supxlabel(" · ".join(str(s) for s in parts if s), x=0.01, ha="left", fontsize=7, color="0.4", wrap=True)
+    return " · ".join(str(s) for s in parts if s)
+
+def provenance_line(
+    fig,              # Figure to write below
+    record:dict|None, # A record, or its provenance
+    workload:str=""   # As above
+)->None:
+    "The same in small print below a figure"
+    fig.supxlabel(provenance_text(record, workload), x=0.01, ha="left", fontsize=7, color="0.4", wrap=True)
 
 # %% ../nbs/00_draw.ipynb #76e65f86
 def bars(
@@ -324,6 +332,20 @@ def peers(
     axes[-1, 0].set_xlabel("output tokens per second (dashed: roofline)")
     provenance_line(fig, record, workload)
     plt.show()
+
+# %% ../nbs/00_draw.ipynb #634eed45
+def speed_table(
+    record:dict,     # As for `peers`
+    workload:str=""  # Model, dtype and the like
+):
+    "A line for each workload and peer: output tokens per second of both, and their ratio"
+    from IPython.display import Markdown
+    lines, ours = ["| load (requests x tokens) | output tokens/s | the peer's | peer | ratio |", "|---|--:|--:|---|--:|"], {}
+    for r in record["rows"]:
+        speed, load = r["tokens_per_s"], r["workload"]
+        if load in ours: lines.append(f"| {load} | **{ours[load]:.0f}** | {speed:.0f} | {r['peer']} | {r['ratio']:.1f} |")
+        else: ours[load] = speed # ours comes first
+    return Markdown("\n".join([*lines, "", provenance_text(record, workload)]))
 
 # %% ../nbs/00_draw.ipynb #736e850c
 def ladder(

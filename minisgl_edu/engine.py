@@ -44,17 +44,18 @@ def parse_bytes(
         value = int(float(m[1]) * _UNITS[m[2]])
     return check_number(name, value, 1, whole=True)
 
-# %% ../nbs/13_engine.ipynb #f3b05ddf
+# %% ../nbs/13_engine.ipynb #2228b9b3
 def _one_of(
     name:str,        # Field name, for the message
     value,           # What the user gave
-    allowed:tuple    # What the engine knows
+    allowed:tuple,   # What the engine knows
+    own:str=""       # What of the user's own would do too
 ):
     "Refuse `value` by name unless it is in `allowed`"
     if any(type(value) is type(a) and value == a for a in allowed): return
-    raise ValueError(f"{name}={value!r} does not exist; use one of {', '.join(map(repr, allowed))}")
+    raise ValueError(f"{name}={value!r} does not exist; use one of {', '.join(map(repr, allowed))}{own and f', or {own}'}")
 
-# %% ../nbs/13_engine.ipynb #f2a9bee5
+# %% ../nbs/13_engine.ipynb #2f1409e1
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -70,7 +71,7 @@ class EngineConfig:
     attention_backend: Any = "auto"    # "auto" ("triton" on a GPU), "torch", "triton" (its ops too), or a class made as `Backend(config, pool, page_table)`
     cache: Any = "auto"                # "auto" or "radix": prefixes stay after their request; "naive": nothing does; or called as `cache(num_pages, page_size)`
     max_prefill_length: int = 2048     # Prompt tokens per step; a longer prompt is computed in chunks
-    policy: Any = "prefill-first"      # What runs next: "prefill-first", "decode-first", "mixed", or an object with `order(view)`
+    policy: Any = "prefill-first"      # What runs next: "prefill-first", "decode-first", "mixed", or an object (or a class of such) with `order(view)`
     admission: str = "reserve"         # A request starts when its whole output fits; "optimistic": when its prompt does, and the youngest is pushed back when pages run out
     disable_overlap: bool|None = None  # True: schedule, wait, process; False: schedule while the device works; None: overlap on a GPU only
     extra_sync: bool = False           # For debugging: overlap, but wait for every step as soon as it is launched
@@ -87,9 +88,11 @@ class EngineConfig:
         check_number("memory_ratio", self.memory_ratio, 0, 1, open_low=True)
         check_number("seed", self.seed, 0, whole=True)
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
-        if not callable(self.attention_backend): _one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
-        if not callable(self.cache): _one_of("cache", self.cache, ("auto", "radix", "naive"))
-        if not hasattr(self.policy, "order"): _one_of("policy", self.policy, ("prefill-first", "decode-first", "mixed"))
+        if not callable(self.attention_backend):
+            _one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"), "a class called as Backend(config, pool, page_table)")
+        if not callable(self.cache): _one_of("cache", self.cache, ("auto", "radix", "naive"), "a class called as cache(num_pages, page_size)")
+        if not hasattr(self.policy, "order"):
+            _one_of("policy", self.policy, ("prefill-first", "decode-first", "mixed"), "an object with a method order(view)")
         _one_of("admission", self.admission, ("reserve", "optimistic"))
         _one_of("disable_overlap", self.disable_overlap, (None, False, True))
         _one_of("extra_sync", self.extra_sync, (False, True))

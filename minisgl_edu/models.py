@@ -21,7 +21,7 @@ from .distributed import TPGroup, divide, single
 from .checkpoint import FAMILIES, ModelConfig, WeightSlot
 from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, can_group, rope_rows, rope_table
 
-# %% ../nbs/06_models.ipynb #7c8c9b8e
+# %% ../nbs/06_models.ipynb #1a8a3052
 class Attention(Layer):
     "Project to queries, keys and values, rotate, attend, project back"
     def __init__(self,
@@ -45,7 +45,10 @@ class Attention(Layer):
         q, k, v = qkv.split(self.heads, dim=1)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.q_norm else ()
         q, k = self.ops.rope(q, k, cos_sin, *norms)
-        return self.o(attention.forward(q, k, v, self.layer_id, ctx).flatten(1))
+        out = attention.forward(q, k, v, self.layer_id, ctx)
+        if getattr(out, "shape", None) != q.shape:
+            raise TypeError(f"{type(attention).__name__}.forward must return shape {tuple(q.shape)}, that of q, not {getattr(out, 'shape', out)}")
+        return self.o(out.flatten(1))
 
     def slots(self, prefix):
         norms = {**self.q_norm.slots(f"{prefix}.q_norm"), **self.k_norm.slots(f"{prefix}.k_norm")} if self.q_norm else {}

@@ -10,10 +10,10 @@ from typing import Iterable, Sequence
 import numpy as np, torch
 
 # %% auto #0
-__all__ = ['TableManager', 'make_prefix_cache', 'PageSource', 'CacheManager']
+__all__ = ['TableManager', 'check_cache', 'make_prefix_cache', 'PageSource', 'CacheManager']
 
-# %% ../nbs/14_resources.ipynb #c0d49403
-from .core import Match, PrefixCache, Req
+# %% ../nbs/14_resources.ipynb #ca967a88
+from .core import Match, PrefixCache, Req, check_part
 from .device import Event
 from .kvcache import NaivePrefixCache, PageAllocator, pages_needed, slots_of
 from .radix import RadixCache
@@ -96,14 +96,25 @@ class TableManager:
         page, offset = np.divmod(positions, self.page_size)
         return self.pages[rows, page] * self.page_size + offset
 
-# %% ../nbs/14_resources.ipynb #de4bf3e7
+# %% ../nbs/14_resources.ipynb #2d14bd0d
+def check_cache(
+    cache:PrefixCache # Somebody's own, empty yet
+)->PrefixCache:
+    "Return it if its answers have the protocol's types"
+    check_part(cache, PrefixCache, "cache")
+    answers = dict(match_prefix=(cache.match_prefix([]), Match), insert=(cache.insert([], []), list), evict=(cache.evict(0), list))
+    for method, (answer, kind) in answers.items():
+        if not isinstance(answer, kind): raise TypeError(f"cache: {type(cache).__name__}.{method} must return a {kind.__name__}, not {answer!r}")
+    return cache
+
+# %% ../nbs/14_resources.ipynb #1cea65b7
 def make_prefix_cache(
     cache,         # "radix" (also "auto"), "naive", or what is called as `cache(num_pages, page_size)`
     num_pages:int, # Pages in the pool
     page_size:int  # Tokens per page
 )->PrefixCache: # A fresh, empty one
     "The prefix cache by its name; a class of your own works too"
-    if callable(cache): return cache(num_pages, page_size)
+    if callable(cache): return check_cache(cache(num_pages, page_size))
     if cache in ("auto", "radix"): return RadixCache(num_pages, page_size)
     if cache == "naive": return NaivePrefixCache()
     raise ValueError(f"cache={cache!r} is unknown: use 'radix', 'naive', or a class called as cache(num_pages, page_size)")

@@ -185,11 +185,11 @@ def covering_cases(rng):
 
 class Machine(RuleBasedStateMachine):
     "One scheduler from its first request to its last"
-    world = case = None  # a case of choices, or draw one
+    world, case = None, {}  # choices that are made already; the others are drawn
 
     @initialize(drawn=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}))
     def start(self, drawn):
-        kw = dict(self.case or drawn)
+        kw = drawn | self.case
         page_size, tokens, rows = (kw.pop(name) for name in ("page_size", "tokens", "rows"))
         self.book = Book(self.world, self.world.scheduler(page_size, tokens // page_size, rows, **kw))
 
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "book"): self.book.finish()
 
 
-def run_machine(world, seed, examples, case=None):
+def run_machine(world, seed, examples, case={}):
     "Random schedules, the same for the same seed; returns the number of scheduler steps"
     before = COUNTS["steps"]
     machine = with_seed(seed)(type("Machine", (Machine,), dict(world=world, case=case)))
@@ -276,6 +276,14 @@ def test_a_readers_own_parts(world, what):
         if i % 3: book.step()
     book.finish()
     if "cache" in what: assert book.s.stats()["pages_cached"] > 0
+
+
+def test_a_round_runs_with_the_parts_given(world):
+    "`stress.py --cache ...`: what is given stays, the rest is drawn"
+    seen = []
+    class Seen(PageChainCache):
+        def __init__(self, *args): super().__init__(*args); seen.append(type(self))
+    assert run_machine(world, 0, 2, dict(cache=Seen, backend=LoopAttention)) > 0 and set(seen) == {Seen}
 
 
 def test_parts_are_given_to_the_engine_config(world):
@@ -334,9 +342,10 @@ def test_many_requests_in_a_pool_of_two(world):
 def test_stress_counts_steps_and_names_the_seed_that_fails(monkeypatch, capsys):
     "The command line around the machine: enough rounds, one seed after another, and no quiet failure"
     import stress
-    seeds = []
-    def round_of(world, seed, examples):
+    seeds, parts = [], []
+    def round_of(world, seed, examples, own):
         seeds.append(seed)
+        parts.append(own)
         if seed == 9: raise AssertionError("a page is lost")
         return 600
     monkeypatch.setattr(stress, "run_machine", round_of)
@@ -344,5 +353,7 @@ def test_stress_counts_steps_and_names_the_seed_that_fails(monkeypatch, capsys):
     assert "no failure in 1,200 scheduler steps, 50 schedules, seeds 3 to 4" in capsys.readouterr().out
     with pytest.raises(AssertionError, match="a page is lost"): stress.main(["--steps", "5000", "--seed", "7"])
     assert "FAILED with seed 9, after 1,200 steps" in capsys.readouterr().out
+    assert stress.main(["--steps", "1", "--cache", "plugins:PageChainCache", "--policy", "plugins:Lazy"]) == 0
+    assert parts[0] == {} and parts[-1] == dict(cache=PageChainCache, policy=Lazy)
     for bad in (["--steps", "0"], ["--seed", "-1"]):
         with pytest.raises(SystemExit): stress.main(bad)

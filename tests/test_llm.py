@@ -5,7 +5,8 @@ import pytest, torch
 
 from minisgl_edu import LLM, SamplingParams
 from minisgl_edu.checkpoint import save_random_model
-from minisgl_edu.core import RequestError
+from minisgl_edu.core import Match, RequestError
+from plugins import DecodeFirst, Lazy, LoopAttention, PageChainCache
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SCRIPTS = ["The quick brown fox", "从前有一座山", "吾輩は猫である", "كان يا ما كان", "Все счастливые семьи", "एक समय की बात", "🎉🎉👩‍👩‍👧‍👦 party"]
@@ -339,3 +340,53 @@ def test_arrays_are_prompts(tiny):
     import numpy as np
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     assert tiny.generate([np.array([5, 6]), torch.tensor([7, 8])], greedy) == tiny.generate([[5, 6], [7, 8]], greedy)
+
+
+# ---- a reader's own parts
+
+@pytest.mark.parametrize("own", [dict(attention_backend=LoopAttention), dict(cache=PageChainCache), dict(policy=DecodeFirst), dict(policy=DecodeFirst()),
+    dict(attention_backend=LoopAttention, cache=PageChainCache, policy=Lazy)], ids=lambda own: "+".join(own))
+def test_own_parts_by_keyword(tiny_model_dir, tiny, own):
+    "Through `LLM`, with and without overlap: the same tokens, and what the cache keeps is found again"
+    work = [([5, 6, 7, 8, 9, 10 + i], ids(3 + i)) for i in range(6)]
+    plain = [o.token_ids for o in tiny.generate([p for p, _ in work], [params for _, params in work])]
+    for overlap in (False, True):
+        with LLM(str(tiny_model_dir), device="cpu", dtype="float64", page_size=4, num_pages=16, max_running_requests=4, disable_overlap=not overlap, **own) as llm:
+            rounds = [llm.generate([p for p, _ in work], [params for _, params in work]) for _ in range(2)]
+            assert [[o.token_ids for o in outs] for outs in rounds] == [plain, plain]
+            assert all(o.cached_tokens == 4 for o in rounds[1])
+            assert_idle(llm)
+
+
+class Lacking:
+    def __init__(self, *args): pass
+    def match_prefix(self, token_ids): return Match([], 0, None)
+class ForgetsToReturn(PageChainCache):
+    def insert(self, token_ids, pages): super().insert(token_ids, pages)
+class PlainTuple(PageChainCache):
+    def match_prefix(self, token_ids): return [], 0, None
+class OneWord:
+    def order(self, view): return "decode"
+class NoAnswer:
+    def order(self, view): pass
+class GivesNone(LoopAttention):
+    def forward(self, *args): super().forward(*args)
+class GivesFlat(LoopAttention):
+    def forward(self, *args): return super().forward(*args).flatten(1)
+
+
+@pytest.mark.parametrize("own, error, words", [
+    (dict(cache=Lacking), TypeError, "cache: Lacking is no PrefixCache: it lacks lock, unlock, insert, evict, check_integrity, evictable_pages, protected_pages"),
+    (dict(cache=ForgetsToReturn), TypeError, "ForgetsToReturn.insert must return a list, not None"),
+    (dict(cache=PlainTuple), TypeError, "PlainTuple.match_prefix must return a Match"),
+    (dict(cache=PageChainCache(8, 4)), ValueError, "cache=.* or a class called as cache\\(num_pages, page_size\\)"),
+    (dict(policy=OneWord), ValueError, "OneWord.order must return a tuple of 'prefill', 'decode', 'mixed', not 'decode'"),
+    (dict(policy=NoAnswer()), ValueError, "NoAnswer.order must return a tuple .* not None"),
+    (dict(policy=object()), ValueError, "policy=.* or an object with a method order\\(view\\)"),
+    (dict(attention_backend=Lacking), TypeError, "attention_backend: Lacking is no AttentionBackend: it lacks prepare, forward"),
+    (dict(attention_backend=LoopAttention(None, None, None)), ValueError, "attention_backend=.* or a class called as Backend\\(config, pool, page_table\\)"),
+    (dict(attention_backend=GivesNone), RuntimeError, "GivesNone.forward must return shape \\(3, 4, 8\\), that of q, not None"),
+    (dict(attention_backend=GivesFlat), RuntimeError, "GivesFlat.forward must return shape \\(3, 4, 8\\), that of q, not .*3, 32")])
+def test_a_part_that_does_not_fit_is_refused_by_name(tiny_model_dir, own, error, words):
+    with pytest.raises(error, match=words):
+        with LLM(str(tiny_model_dir), device="cpu", dtype="float64", num_pages=16, **own) as llm: llm.generate([[5, 6, 7]], ids())

@@ -1,0 +1,133 @@
+"""JupyterLab in a real browser, as a reader has it: open the index, restart and run all of three chapters, see the plots;
+and what a notebook has started stops when its kernel does."""
+import base64, json, os, shutil, signal, socket, subprocess, sys, time, urllib.request
+from pathlib import Path
+
+import pytest
+
+from test_demo import CHROMIUM, MISSING, browser_only, sync_playwright
+from test_launch import descendants, model  # a tiny model with a real tokenizer
+
+NBS = Path(__file__).resolve().parent.parent / "nbs"
+CHAPTERS = ["00_checks", "01_core", "21_messages"]  # cheap ones, the last with processes of its own
+STARTS = '''
+import os
+from minisgl_edu import start_server
+server = start_server(model=MODEL, port=0, num_pages=64)
+print("workers", *server.pids.values())
+'''
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, model, model_dir):
+    "JupyterLab on a copy of the book, small counts; (address, folder, process)"
+    folder = tmp_path_factory.mktemp("lab") / "nbs"
+    shutil.copytree(NBS, folder, ignore=shutil.ignore_patterns(".*"))
+    code = {"cell_type": "code", "execution_count": None, "id": "start", "metadata": {}, "outputs": [], "source": STARTS.replace("MODEL", repr(model))}
+    kernel = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
+    (folder / "starts.ipynb").write_text(json.dumps({"cells": [code], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    with socket.socket() as s: s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+    env = {**os.environ, "MINISGL_QUICK": "1", "PYTHONPATH": str(NBS.parent), "JUPYTER_CONFIG_DIR": str(folder.parent / "config"), "JUPYTER_DATA_DIR": str(folder.parent / "data"),
+           "JUPYTERLAB_SETTINGS_DIR": str(folder.parent / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(folder.parent / "workspaces")}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1", "--IdentityProvider.token=t",
+               "--ServerApp.port_retries=0", "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        assert process.poll() is None, "JupyterLab does not start"
+        try: urllib.request.urlopen(f"{url}/api?token=t", timeout=5); break
+        except OSError: time.sleep(0.2)
+    yield url, folder, process
+    os.killpg(process.pid, signal.SIGTERM)
+    try: process.wait(20)
+    except subprocess.TimeoutExpired: os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, lab):
+    context = browser.new_context(viewport={"width": 1300, "height": 1000})
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    yield page
+    context.close()
+
+
+def open_notebook(page, lab, name):
+    "Open a notebook in a fresh workspace; wait for its kernel"
+    url, _, _ = lab
+    page.goto(f"{url}/lab/workspaces/{name}/tree/{name}.ipynb?token=t&reset")
+    page.wait_for_selector(".jp-Notebook .jp-Cell")
+    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+
+
+def command(page, label):
+    "By the command palette, as with Ctrl-Shift-C"
+    page.keyboard.press("Control+Shift+c")
+    page.wait_for_selector(".lm-CommandPalette-input:visible")
+    page.keyboard.type(label)
+    page.wait_for_selector(f".lm-CommandPalette-item.lm-mod-active:has-text('{label}')")
+    page.keyboard.press("Enter")
+
+
+def run_all(page, folder, name, seconds=90):
+    "Restart the kernel, run all cells, save; the saved notebook once its last cell has run"
+    path = folder / f"{name}.ipynb"
+    command(page, "Restart Kernel and Run All Cells")
+    page.wait_for_selector(".jp-Dialog .jp-mod-accept")
+    page.keyboard.press("Enter")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        page.wait_for_timeout(500)
+        page.keyboard.press("Control+s")
+        cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+        if cells[-1]["execution_count"] is not None or any(o["output_type"] == "error" for c in cells for o in c["outputs"]): return cells
+    raise AssertionError(f"{name} is not done after {seconds} s")
+
+
+@browser_only
+def test_the_book_opens_at_the_index(page, lab):
+    open_notebook(page, lab, "index")
+    assert page.locator(".jp-Notebook h1").first.text_content().startswith("minisgl_edu")
+    page.click(".jp-Notebook a:has-text('For instructors')")
+    page.wait_for_selector("h1:has-text('For instructors')")
+    assert page.locator(".jp-Notebook svg, .jp-Notebook img").count() > 0   # the map of the engine
+
+
+@browser_only
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_restart_and_run_all(page, lab, name):
+    open_notebook(page, lab, name)
+    before = [c for c in json.loads((NBS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    cells = run_all(page, lab[1], name)
+    assert not [(c["source"], o["evalue"]) for c in cells for o in c["outputs"] if o["output_type"] == "error"]
+    def pictures(cells): return sum("image/png" in o.get("data", {}) or "image/svg+xml" in o.get("data", {}) for c in cells for o in c["outputs"])
+    assert pictures(cells) == pictures(before)
+    if pictures(cells):
+        first = next(o["data"]["image/png"] for c in cells for o in c["outputs"] if "image/png" in o.get("data", {}))
+        assert base64.b64decode(first)[:4] == b"\x89PNG" and page.locator(".jp-Notebook .jp-RenderedImage img, .jp-Notebook svg").count() > 0
+    numbered = [c["execution_count"] for c in cells if "".join(c["source"]).strip()]
+    assert numbered == sorted(numbered) and numbered[0] == 1
+
+
+@browser_only
+def test_what_a_notebook_started_stops_with_its_kernel(page, lab):
+    "The reader shuts the kernel down: the server's processes must not stay"
+    url, folder, process = lab
+    open_notebook(page, lab, "starts")
+    cells = run_all(page, folder, "starts")
+    words = "".join(cells[0]["outputs"][-1].get("text", "")).split()
+    workers = set(map(int, words[words.index("workers") + 1:]))
+    assert workers and workers <= descendants(process.pid)
+    command(page, "Shut Down Kernel")
+    for _ in range(150):
+        if not workers & descendants(process.pid) and not any(Path(f"/proc/{p}").exists() for p in workers): break
+        time.sleep(0.2)
+    else: raise AssertionError(f"still there 30 s after the kernel's end: {sorted(p for p in workers if Path(f'/proc/{p}').exists())}")
