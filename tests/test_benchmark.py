@@ -70,7 +70,10 @@ def test_summary():
 def test_comparison_takes_medians_of_rounds():
     times = {"a": iter([1.0, 2.0, 9.0]), "b": iter([2.0, 8.0, 9.0])}
     work = B.equal_workload(2, 3, 4, 50)
-    a, b = B.compare(work, {n: (lambda w, t=t: next(t)) for n, t in times.items()}, 3)
+    def peer(t): return lambda w: [(0.25, 0.5), (0.5, next(t))]  # first and last token of both requests
+    a, b = B.compare(work, {n: peer(t) for n, t in times.items()}, 3, holds=5_000_000)
+    assert (a["ttft_ms"], a["tpot_ms"], b["tpot_ms"]) == (375.0, pytest.approx(1e3 * (0.25 + 0.5) / 3 / 2), pytest.approx(1e3 / 3 * 0.875))
+    assert a["memory_mb"] is None or 5 <= a["memory_mb"] < 100
     assert (work.output_tokens, work.prompt_tokens) == (8, 6) and (a["tokens_per_s"], a["low"], a["high"], a["ratio"]) == (4.0, 8 / 9, 8.0, 1.0)
     assert (b["tokens_per_s"], b["ratio"]) == (1.0, 2.0)
     text = B.table([dict(r, peer=p, ideal_tokens_per_s=16.0) for r, p in ((a, "minisgl_edu"), (b, "other"))])
@@ -303,3 +306,30 @@ def test_what_a_gpu_machine_lacks_is_said(name):
     "A record that says why, with the columns that it has units for"
     rows = REGISTRY[name].fn(device="cuda", quick=True, seed=0)
     assert len(rows) == 1 and rows[0]["skipped"] and set(REGISTRY[name].units) <= set(rows[0])
+
+
+def test_llama_cpp_is_refused_where_it_cannot_compare(monkeypatch, capsys):
+    for name in ("run_benchmark", "run_online"): monkeypatch.setattr(B, name, lambda *a, **k: pytest.fail("it ran"))
+    for found, args in ((True, ["--only", "online"]), (True, ["--device", "cuda"]), (False, [])):
+        monkeypatch.setattr(B, "find_spec", lambda name: found)
+        with pytest.raises(SystemExit): B.main(["--llama", *args])
+        assert "pip install xllamacpp" in capsys.readouterr().err
+
+
+def test_weights_for_llama_cpp(tmp_path):
+    gguf, path = pytest.importorskip("gguf"), B.resolve_model(None)
+    B.write_gguf(path, tmp_path / "m.gguf")
+    read = gguf.GGUFReader(tmp_path / "m.gguf")
+    config, tensors = B.ModelConfig.from_dir(path), {t.name: t for t in read.tensors}
+    assert len(tensors) == 2 + 9 * config.num_layers and all(t.tensor_type == gguf.GGMLQuantizationType.F32 for t in read.tensors)
+    assert len(read.get_field("tokenizer.ggml.tokens").data) == config.vocab_size
+    from minisgl_edu.checkpoint import _unpermute
+    from safetensors.numpy import load_file
+    w = load_file(path / "model.safetensors")["model.layers.3.self_attn.k_proj.weight"]
+    assert (_unpermute(tensors["blk.3.attn_k.weight"].data.reshape(w.shape), config.num_kv_heads) == w).all()
+
+
+def test_llama_cpp_is_not_compared_on_other_models(tiny_model_dir, tmp_path):
+    raw = json.loads((tiny_model_dir / "config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM"): B.write_gguf(tmp_path, tmp_path / "m.gguf")
