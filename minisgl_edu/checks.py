@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -701,6 +701,63 @@ def check_own_backend(answer):
             at = next((i for i, (a, b) in enumerate(zip(got.token_ids, want.token_ids)) if a != b), None)
             assert at is None, (f"{what}: after the prompt {got.prompt_token_ids} token {at} is {got.token_ids[at]}, right is {want.token_ids[at]}; "
                 + ("that is the prompt's own step" if at == 0 else "that step decodes: one query, and all keys up to itself"))
+
+# %% ../nbs/09_kernels.ipynb #60417494
+@check("decode_programs")
+def check_decode_programs(answer):
+    "Checks the size of two grids of the decode kernel"
+    from minisgl_edu.kernels import num_kv_splits
+    mine = tuple(answer)
+    for got, batch, length in zip(mine, (8, 1), (32768, 512), strict=True):
+        splits = num_kv_splits(batch, 8, length, 132)
+        want = batch * 8 * splits
+        assert got != 4 * want, f"{batch} request(s) of {length:,} tokens: {got} programs would be one for each query head, but the four that share a KV head sit in one program"
+        assert got != batch * 8 or splits == 1, f"{batch} request(s) of {length:,} tokens: {got} programs are one for each request and KV head, and their tokens are split besides"
+        assert got == want, (f"{batch} request(s) of {length:,} tokens: requests x KV heads x splits = {batch} x 8 x {splits} = {want}, you say {got}; "
+            f"wanted are 264 programs, but no split of fewer than 256 tokens")
+
+# %% ../nbs/09_kernels.ipynb #492e2593
+@check("online_softmax")
+def check_online_softmax(answer):
+    "Checks a softmax over tiles: one tile, falling scores, rising scores, scores too large for an exponential"
+    import torch
+    gen = torch.Generator().manual_seed(0)
+    def case(what, targets, sizes):
+        "One query whose scores are about `targets`, in tiles of these sizes"
+        q = torch.ones(16)
+        k = torch.tensor(targets)[:, None].expand(-1, 16) / 4  # 16 features of t / 4 and a scale of 1 / 4: the score is t
+        v = torch.randn(len(targets), 16, generator=gen)
+        got = answer(q, iter(list(zip(k.split(sizes), v.split(sizes)))))
+        want = torch.softmax(k @ q / 4, 0) @ v
+        assert isinstance(got, torch.Tensor) and got.shape == (16,), f"{what}: the result must be a tensor of shape [16], yours is {got!r:.60}"
+        assert not got.isnan().any(), f"{what}: your result is NaN; the scores are {targets}, and exp({max(targets):.0f}) is {torch.tensor(max(targets)).exp().item():g} in float32"
+        assert torch.allclose(got, want, atol=1e-5), f"{what}: the scores are {targets} in tiles of {sizes}; your result is off by up to {(got - want).abs().max().item():.2g}"
+    case("one tile", [0.0, 1.0, 2.0, 3.0], [4])
+    case("falling scores", [3.0, 2.0, 1.0, 0.0, -1.0], [2, 2, 1])
+    case("rising scores", [-1.0, 0.0, 1.0, 2.0, 3.0], [2, 2, 1])
+    case("large scores", [500.0, 999.0, 1000.0], [1, 1, 1])
+
+# %% ../nbs/09_kernels.ipynb #64c5196b
+@check("empty_split")
+def check_empty_split(answer):
+    "Checks when a decode kernel without its guard gives NaN"
+    import torch
+    def unguarded(seq_len, num_splits, block_n):
+        "(tokens of each split, is the output NaN?) by the arithmetic of the two kernels"
+        split_len = -(-(-(-seq_len // num_splits)) // block_n) * block_n
+        scores, values = torch.linspace(-1, 1, seq_len), torch.ones(seq_len)
+        splits = [slice(min(i * split_len, seq_len), min((i + 1) * split_len, seq_len)) for i in range(num_splits)]
+        m = torch.stack([torch.cat((scores[s], torch.tensor([-torch.inf]))).max() for s in splits])
+        sums = torch.stack([torch.exp2(scores[s] - top).sum() for s, top in zip(splits, m)])
+        parts = torch.stack([(torch.exp2(scores[s] - top) * values[s]).sum() for s, top in zip(splits, m)]) / sums
+        lse = m + torch.log2(sums)
+        weights = torch.exp2(lse - lse.max())
+        return [s.stop - s.start for s in splits], bool(((weights * parts).sum() / weights.sum()).isnan())
+    for block_n, num_splits in ((16, 1), (16, 3), (64, 2), (64, 8)):
+        for seq_len in (1, 2, 3, 15, 16, 17, 33, 48, 49, 64, 65, 128, 129, 300, 512, 513):
+            lens, is_nan = unguarded(seq_len, num_splits, block_n)
+            got = answer(seq_len, num_splits, block_n)
+            assert bool(got) == is_nan, f"{seq_len} tokens in {num_splits} splits of whole tiles of {block_n} are {lens} tokens each, and the output is {'NaN' if is_nan else 'a number'}; you say {got}"
 
 # %% ../nbs/10_radix.ipynb #ecd1ae0d
 @check("radix_victims")
