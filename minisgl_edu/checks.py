@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'engine_of_check', 'work_of_check', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'steps_of_check', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -941,8 +941,8 @@ def check_graphs_ladder(answer):
             best = min(([*some, max(counts)] for n in range(graphs) for some in combinations(lower, n)), key=lambda sizes: rows(sizes, counts))
             assert rows(got, counts) == rows(best, counts), f"for {counts}, {got} computes {rows(got, counts)} rows, and {best} only {rows(best, counts)}"
 
-# %% ../nbs/13_engine.ipynb #e5ccf227
-def engine_of_check(**fields):
+# %% ../nbs/13_engine.ipynb #1dda0aab
+def _small_engine(**fields):
     "An engine for checks: a tiny random model in float64, 24 pages of 2 tokens; whoever takes it closes it"
     import tempfile
     from minisgl_edu.checkpoint import save_random_model
@@ -952,7 +952,7 @@ def engine_of_check(**fields):
             num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.4, bos_token_id=1, eos_token_id=2))
         return Engine(EngineConfig(model=folder, device="cpu", dtype="float64", page_size=2, num_pages=24, max_running_requests=3, max_seq_len=16, **fields))
 
-def work_of_check(*lens):
+def _small_work(*lens):
     "Greedy work for a static batch: (prompt length, tokens to answer) each, all tokens different"
     from minisgl_edu.core import SamplingParams
     return [([10 * i + j + 3 for j in range(n)], SamplingParams(temperature=0.0, max_tokens=m, ignore_eos=True)) for i, (n, m) in enumerate(lens)]
@@ -962,9 +962,9 @@ def check_engine_flat(answer):
     "Checks slots and last tokens of a prefill step"
     from minisgl_edu.core import Batch
     from minisgl_edu.engine import StaticBatch, make_context
-    engine = engine_of_check()
+    engine = _small_engine()
     try:
-        reqs = StaticBatch(engine, work_of_check((5, 1), (1, 1), (3, 1))).reqs
+        reqs = StaticBatch(engine, _small_work((5, 1), (1, 1), (3, 1))).reqs
         for r in reqs: r.schedule(r.prompt_len)
         ctx = make_context(engine, Batch(reqs, "prefill"))
     finally: engine.close()
@@ -976,14 +976,14 @@ def check_engine_flat(answer):
         raise AssertionError(f"token {off} of the line goes to slot {slots[off]}, not {answer['out_loc'][off]}: it is request {r.uid}'s, whose pages are {r.pages}")
     assert list(answer["last_indices"]) == last, f"the prompts end at {last} of the line, you say {list(answer['last_indices'])}"
 
-# %% ../nbs/13_engine.ipynb #cfffa976
+# %% ../nbs/13_engine.ipynb #7bf80a40
 @check("engine_keys_read")
 def check_engine_keys_read(answer):
     "Checks a backend that counts, and computes what chapter 08's does"
     from minisgl_edu.engine import StaticBatch
     lens = ((4, 3), (2, 2), (3, 4))
-    engines = [engine_of_check(), engine_of_check(attention_backend=answer)]
-    try: plain, ours = [StaticBatch(e, work_of_check(*lens)).run() for e in engines]
+    engines = [_small_engine(), _small_engine(attention_backend=answer)]
+    try: plain, ours = [StaticBatch(e, _small_work(*lens)).run() for e in engines]
     finally:
         for e in engines: e.close()
     got, layers = engines[1].backend.keys_read, engines[1].model_config.num_layers
@@ -992,12 +992,12 @@ def check_engine_keys_read(answer):
     assert got != want * layers, f"you count {got}, {layers} times too many: the model has {layers} layers, and `forward` runs in each"
     assert got == want, f"prompts of {[n for n, _ in lens]} that answer {[m for _, m in lens]} tokens read the keys of {want} tokens in a layer, you count {got}"
 
-# %% ../nbs/13_engine.ipynb #fad12473
+# %% ../nbs/13_engine.ipynb #9ac75a72
 @check("engine_shared")
 def check_engine_shared(answer):
     "Checks a batch that is right alone, keeps all its lengths, and garbles its words in company"
     from minisgl_edu.engine import StaticBatch
-    work, engine = work_of_check((4, 5), (2, 4), (3, 6)), engine_of_check()
+    work, engine = _small_work((4, 5), (2, 4), (3, 6)), _small_engine()
     try:
         alone, plain = [StaticBatch(engine, [w]).run()[0] for w in work], StaticBatch(engine, work)
         ours_alone, ours = [answer(engine, [w]).run()[0] for w in work], answer(engine, work)
@@ -1109,8 +1109,8 @@ def check_prefill_steps(answer):
         assert ours == theirs, f"step {i} (counted from 0) computes {ours}, you say {theirs}"
     assert len(got) == len(steps), f"there are {len(steps)} steps, you name {len(got)}"
 
-# %% ../nbs/15_prefill.ipynb #47706e25
-def steps_of_check(manager, lens, num_pages, rows=8, budget=16, max_steps=60):
+# %% ../nbs/15_prefill.ipynb #c66d6448
+def _play_queue(manager, lens, num_pages, rows=8, budget=16, max_steps=60):
     "Run requests of (prompt, answer) tokens, all there from the start, on pages of 4 tokens: (uid -> step in which it ended, last step, complaint of the pool)"
     import torch
     from minisgl_edu.core import Req, SamplingParams
@@ -1141,11 +1141,11 @@ def check_prefill_promise(answer):
     "Checks a manager that lets two requests run into a deadlock"
     from minisgl_edu.prefill import PrefillManager
     lens = [(4, 8), (4, 8)]
-    ended, _, _ = steps_of_check(PrefillManager, lens, 4)
+    ended, _, _ = _play_queue(PrefillManager, lens, 4)
     assert len(ended) == 2, "the chapter's own manager should finish both"
-    one, _, said = steps_of_check(answer, lens[:1], 4)
+    one, _, said = _play_queue(answer, lens[:1], 4)
     assert len(one) == 1, f"alone, a request should finish; with yours it does not ({said})"
-    ended, step, said = steps_of_check(answer, lens, 4)
+    ended, step, said = _play_queue(answer, lens, 4)
     assert not ended, f"requests {sorted(ended)} finished, in the steps {sorted(ended.values())}: there is no deadlock"
     assert "wanted" in said, f"nobody runs, but not for want of a page: {said}"
 
