@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -309,6 +309,45 @@ def check_simulator_babbling(answer):
     found = [play(kind, chat).requests[1].cached_tokens for kind in (VirtualEngine, answer)]
     first = len(chat[0].prompt) // 16 * 16
     assert found[0] > found[1] == first, f"turn 2 finds {found[0]} tokens where the trace knows the answer; with yours it should find the {first} of the first question, and finds {found[1]}"
+
+# %% ../nbs/19_text.ipynb #f973726f
+@check("text_sent_texts")
+def check_text_sent_texts(answer):
+    "Checks what a stop checker sends, letter by letter"
+    from minisgl_edu.text import StopChecker
+    checker = StopChecker(["aab"])
+    assert isinstance(answer, list) and len(answer) == 4, f"four pushes send four strings, some of them empty; you give {answer!r}"
+    for n, (letter, got) in enumerate(zip("aaab", answer), 1):
+        want = checker.push(letter)[0]
+        assert got == want, f"push {n} ({letter!r}) sends {want!r}, you say {got!r}"
+
+# %% ../nbs/19_text.ipynb #f20edcd7
+@check("text_keep_stop")
+def check_text_keep_stop(answer):
+    "Checks a stop checker that sends the stop string, for every way to cut the text"
+    for stops, text, want in ((["}"], '{"a": 1} and more', '{"a": 1}'), (["\nUser:", "END"], "Hi\nUser: END", "Hi\nUser:"), (["abcd", "bc"], "xabcd", "xabc"), (["none"], "no end, no", "no end, no")):
+        for size in (1, 2, 3, len(text)):
+            checker, sent = answer(stops), []
+            for at in range(0, len(text), size): sent.append(checker.push(text[at:at + size])[0])
+            got = "".join(sent) + checker.finish()
+            assert got == want, f"stop strings {stops}, {text!r} in pieces of {size}: {want!r} should be sent, yours sends {got!r}"
+
+# %% ../nbs/19_text.ipynb #c0d9720a
+@check("text_silent_tokens")
+def check_text_silent_tokens(answer):
+    "Checks tokens that silence a stream which holds text while it ends in U+FFFD"
+    from types import SimpleNamespace
+    from minisgl_edu.text import ByteDetokenizer
+    assert len(answer) >= 10 and all(isinstance(t, bytes) and 1 <= len(t) <= 4 for t in answer), f"ten or more tokens of one to four bytes are asked for; you give {len(answer)}: {answer[:3]}..."
+    try: b"".join(answer).decode()
+    except UnicodeDecodeError as e: raise AssertionError(f"the tokens together are not valid UTF-8: {e}") from None
+    held = b""
+    for n, token in enumerate(answer[:-1], 1):
+        held += token
+        assert held.decode(errors="replace").endswith("\ufffd"), f"after {n} of {len(answer)} tokens the text is {held.decode(errors='replace')!r}: it does not end in U+FFFD, and the old rule sends it"
+    ours = ByteDetokenizer(SimpleNamespace(bytes_of=answer.__getitem__))
+    silent = [n for n in range(len(answer)) if not ours.push(n)]
+    assert len(silent) <= 2, f"our own detokenizer is silent at {len(silent)} of {len(answer)} tokens, for they complete no character; two are allowed"
 
 # %% ../nbs/20_llm.ipynb #bce5aebd
 def _toy_llm(**options):
