@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -1398,6 +1398,116 @@ def check_simulator_babbling(answer):
     found = [play(kind, chat).requests[1].cached_tokens for kind in (VirtualEngine, answer)]
     first = len(chat[0].prompt) // 16 * 16
     assert found[0] > found[1] == first, f"turn 2 finds {found[0]} tokens where the trace knows the answer; with yours it should find the {first} of the first question, and finds {found[1]}"
+
+# %% ../nbs/19_text.ipynb #f973726f
+@check("text_sent_texts")
+def check_text_sent_texts(answer):
+    "Checks what a stop checker sends, letter by letter"
+    from minisgl_edu.text import StopChecker
+    checker = StopChecker(["aab"])
+    assert isinstance(answer, list) and len(answer) == 4, f"four pushes send four strings, some of them empty; you give {answer!r}"
+    for n, (letter, got) in enumerate(zip("aaab", answer), 1):
+        want = checker.push(letter)[0]
+        assert got == want, f"push {n} ({letter!r}) sends {want!r}, you say {got!r}"
+
+# %% ../nbs/19_text.ipynb #f20edcd7
+@check("text_keep_stop")
+def check_text_keep_stop(answer):
+    "Checks a stop checker that sends the stop string, for every way to cut the text"
+    for stops, text, want in ((["}"], '{"a": 1} and more', '{"a": 1}'), (["\nUser:", "END"], "Hi\nUser: END", "Hi\nUser:"), (["abcd", "bc"], "xabcd", "xabc"), (["none"], "no end, no", "no end, no")):
+        for size in (1, 2, 3, len(text)):
+            checker, sent = answer(stops), []
+            for at in range(0, len(text), size): sent.append(checker.push(text[at:at + size])[0])
+            got = "".join(sent) + checker.finish()
+            assert got == want, f"stop strings {stops}, {text!r} in pieces of {size}: {want!r} should be sent, yours sends {got!r}"
+
+# %% ../nbs/19_text.ipynb #c0d9720a
+@check("text_silent_tokens")
+def check_text_silent_tokens(answer):
+    "Checks tokens that silence a stream which holds text while it ends in U+FFFD"
+    from types import SimpleNamespace
+    from minisgl_edu.text import ByteDetokenizer
+    assert len(answer) >= 10 and all(isinstance(t, bytes) and 1 <= len(t) <= 4 for t in answer), f"ten or more tokens of one to four bytes are asked for; you give {len(answer)}: {answer[:3]}..."
+    try: b"".join(answer).decode()
+    except UnicodeDecodeError as e: raise AssertionError(f"the tokens together are not valid UTF-8: {e}") from None
+    held = b""
+    for n, token in enumerate(answer[:-1], 1):
+        held += token
+        assert held.decode(errors="replace").endswith("\ufffd"), f"after {n} of {len(answer)} tokens the text is {held.decode(errors='replace')!r}: it does not end in U+FFFD, and the old rule sends it"
+    ours = ByteDetokenizer(SimpleNamespace(bytes_of=answer.__getitem__))
+    silent = [n for n in range(len(answer)) if not ours.push(n)]
+    assert len(silent) <= 2, f"our own detokenizer is silent at {len(silent)} of {len(answer)} tokens, for they complete no character; two are allowed"
+
+# %% ../nbs/20_llm.ipynb #bce5aebd
+def _toy_llm(**options):
+    "An `LLM` over a tiny random model; prompts are token ids"
+    import tempfile
+    from minisgl_edu.checkpoint import save_random_model
+    from minisgl_edu.llm import LLM
+    with tempfile.TemporaryDirectory() as path:
+        save_random_model(path, dict(model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=128, initializer_range=0.4))
+        return LLM(path, device="cpu", dtype="float64", **{"page_size": 2, "num_pages": 128, "max_running_requests": 8, **options})
+
+class _Letters:
+    "A tokenizer for which token `n` is the character `n`"
+    all_special_ids = ()
+    def encode(self, text, **_): return [ord(c) for c in text]
+    def decode(self, ids, **_): return "".join(map(chr, ids))
+    def convert_ids_to_tokens(self, token_id): return chr(token_id)
+
+# %% ../nbs/20_llm.ipynb #cbe29f37
+@check("llm_steps_taken")
+def check_llm_steps_taken(answer):
+    "Checks the steps that two callers take, one after the other"
+    from minisgl_edu.checks import _toy_llm
+    from minisgl_edu.core import SamplingParams
+    def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+    with _toy_llm() as llm:
+        stream, counts = llm.stream([11, 12, 13], greedy(8)), []
+        for run in (lambda: llm.generate([[21, 22], [31, 32]], [greedy(5), greedy(3)]), lambda: list(stream)):
+            before = llm.scheduler.stats()["steps"]
+            run()
+            counts.append(llm.scheduler.stats()["steps"] - before)
+    for what, got, want in zip(("generate", "list(stream)"), answer, counts, strict=True):
+        assert got == want, f"inside {what} the scheduler takes {want} steps, you say {got}"
+
+# %% ../nbs/20_llm.ipynb #60d6bca3
+@check("llm_converse")
+def check_llm_converse(answer):
+    "Checks a conversation: each prompt is all that was said, and the prefix cache finds its full pages"
+    from minisgl_edu.checks import _toy_llm
+    from minisgl_edu.core import SamplingParams
+    questions, params = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with _toy_llm() as llm:
+        outputs, said = answer(llm, questions, params), []
+        assert len(outputs) == 3, f"three questions have three outputs; you return {len(outputs)}"
+        for turn, (question, out) in enumerate(zip(questions, outputs), 1):
+            assert out.prompt_token_ids == said + question, f"the prompt of turn {turn} should be {said + question}; yours is {out.prompt_token_ids}"
+            full = max(0, len(said) - 1) // 2 * 2
+            assert out.cached_tokens == full, f"{len(said)} tokens were said before turn {turn}, {max(0, len(said) - 1)} of them computed: the cache should find {full} of them, and finds {out.cached_tokens}"
+            said = said + question + out.token_ids
+
+# %% ../nbs/20_llm.ipynb #8beec4a8
+@check("llm_deaf")
+def check_llm_deaf(answer):
+    "Checks sessions that do not pass a stop on: the output is right, and the device works for nobody"
+    from minisgl_edu.checks import _Letters, _toy_llm
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.llm import Sessions
+    def run(kind, stop=()):
+        with _toy_llm() as llm:
+            sessions = kind(llm.scheduler, _Letters())
+            session = sessions.add([65, 66, 67], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop=stop))
+            for _ in range(40):
+                if llm.scheduler.has_work: sessions.step()
+            stats = llm.scheduler.stats()
+            return session.output, stats["steps"], stats["ended_stop"]
+    whole = run(Sessions)[0].text
+    at = next(i for i in range(2, 12) if whole.index(whole[i]) == i)
+    (want, steps, _), (got, took, ended) = (run(kind, whole[at]) for kind in (Sessions, answer))
+    assert (got.text, got.finish_reason, len(got.token_ids)) == (want.text, want.finish_reason, len(want.token_ids)), f"the caller should get {len(want.token_ids)} tokens that end by {want.finish_reason!r}, as before; yours gets {len(got.token_ids)} that end by {got.finish_reason!r}"
+    assert took > steps and not ended, f"the request ended after {took} steps, {ended} of 1 by a stop, as it should: somebody still tells the scheduler"
 
 # %% ../nbs/21_messages.ipynb #2e88648e
 @check("list_length")
