@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -87,3 +87,335 @@ def check_median(answer):
     times = [2.0, 1.0]
     answer(times)
     assert times == [2.0, 1.0], "your function changed the caller's list; sort a copy"
+
+# %% ../nbs/16_scheduler.ipynb #c1a18d11
+def _toy_engine(**config):
+    "A float64 engine of a random model so small that a step takes a millisecond"
+    import tempfile
+    from minisgl_edu.checkpoint import save_random_model
+    from minisgl_edu.engine import Engine, EngineConfig
+    with tempfile.TemporaryDirectory() as path:
+        save_random_model(path, dict(model_type="llama", vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.4))
+        return Engine(EngineConfig(**{"model": path, "device": "cpu", "dtype": "float64", "page_size": 2, "num_pages": 192, "max_running_requests": 24, "max_prefill_length": 8, **config}))
+
+def _toy_play(arrivals, kind=None, **config):
+    "Requests as (step at which it comes, prompt, answer length) in order of time: a letter for each step's phase, and each request's (step, token) pairs"
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.scheduler import Scheduler
+    engine, phases, told, due = _toy_engine(**config), "", {}, list(arrivals)
+    try:
+        sched = (kind or Scheduler)(engine)
+        while due or sched.has_work:
+            assert len(phases) < 500, f"after 500 steps {len(sched.ledger.live)} requests still have no end"
+            while due and due[0][0] <= len(phases):
+                uid, (_, ids, n) = len(told), due.pop(0)
+                sched.add(uid, ids, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)); told[uid] = []
+            for e in sched.step(): told[e.uid].append((len(phases), e.token_id))
+            sched.check_integrity()
+            phases += sched.last_batch.phase[0]
+    finally: engine.close()
+    return phases, told
+
+# %% ../nbs/16_scheduler.ipynb #b21bbca9
+@check("scheduler_decode_step_counts")
+def check_scheduler_decode_step_counts(answer):
+    "Checks the decode steps of static and continuous batching on two rows"
+    class Static:
+        def order(self, view): return ("decode", "prefill")
+    six = [(0, [10 + i, 20 + i], n) for i, n in enumerate((9, 2, 2, 2, 5, 5))]
+    for name, got, policy in zip(("static", "continuous"), answer, (Static(), "prefill-first"), strict=True):
+        want = _toy_play(six, policy=policy, max_running_requests=2)[0].count("d")
+        assert got == want, f"{name} batching: the scheduler counts {want} decode steps, you say {got}"
+
+# %% ../nbs/16_scheduler.ipynb #7553d3f1
+@check("scheduler_together")
+def check_scheduler_together(answer):
+    "Checks a policy that lets prompts wait for company: invariants, tokens, both bounds, and the choice itself"
+    from minisgl_edu.core import PolicyView
+    long = (0, [5, 6], 60)
+    trickle = [long, *((at, [at, at + 1, at + 2], 4) for at in (*range(2, 29, 3), 35))]
+    flood = [(0, [5, 6], 12), *((1 + i // 3, [i % 90, 30, 40, 50, 60, 70, 80, 90], 1) for i in range(90))]
+    for name, work in (("a prompt every third step", trickle), ("three prompts in every step", flood)):
+        (phases, told), (built_in, right) = _toy_play(work, policy=answer()), _toy_play(work)
+        for uid in right: assert [t for _, t in told[uid]] == [t for _, t in right[uid]], f"{name}: request {uid} gets {[t for _, t in told[uid]]}, the built-in policy gives {[t for _, t in right[uid]]}"
+        gap = max(b[0] - a[0] for a, b in zip(told[0], told[0][1:]))
+        assert gap <= 9, f"{name}: the request that decodes waited {gap - 1} steps between two tokens; 8 are allowed"
+        if work is flood: continue
+        waited = max(told[uid][0][0] - at for uid, (at, _, _) in enumerate(work))
+        assert waited <= 8, f"{name}: somebody waited {waited} steps for its prompt to be computed; 8 are allowed"
+    for view, first in ((PolicyView(2, 1, 0, 0), "decode"), (PolicyView(3, 1, 0, 0), "prefill"), (PolicyView(1, 1, 0, 8), "prefill"), (PolicyView(9, 1, 8, 0), "decode")):
+        got = answer().order(view)
+        assert got[0] == first, f"{view}: it is time to {first}, your policy tries {got[0]!r} first"
+
+# %% ../nbs/16_scheduler.ipynb #20225e30
+@check("scheduler_careless")
+def check_scheduler_careless(answer):
+    "Checks a scheduler that keeps the token of a chunk: prompts within the budget stay right, longer ones go wrong"
+    whole, cut = ([(20 * at, [(7 * i + n) % 128 for i in range(n)], 6) for at, n in enumerate(lens)] for lens in ((2, 5, 8), (9, 12, 20)))
+    tokens = lambda work, kind: [[t for _, t in pairs] for pairs in _toy_play(work, kind)[1].values()]
+    for (_, ids, _), got, want in zip(whole, tokens(whole, answer), tokens(whole, None)):
+        assert got == want, f"a prompt of {len(ids)} tokens fits into the budget of 8 and has no chunks, but its answer changed from {want} to {got}"
+    changed = [len(ids) for (_, ids, _), got, want in zip(cut, tokens(cut, answer), tokens(cut, None)) if got != want]
+    assert changed, "prompts of 9, 12 and 20 tokens are computed in chunks of 8 and all get the right answer: the token of a chunk is thrown away as before"
+
+# %% ../nbs/17_overlap.ipynb #48046f83
+@check("overlap_decode_tokens")
+def check_overlap_decode_tokens(answer):
+    "Checks the decode tokens of both loops for three requests that end in three ways"
+    import torch
+    from minisgl_edu.checks import _toy_engine
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.overlap import OverlapScheduler
+    from minisgl_edu.sampling import Sampled
+    from minisgl_edu.scheduler import Scheduler
+    eng = _toy_engine(max_prefill_length=64)
+    eng.eos_token_ids, ends = (2,), {(0, 6), (2, 11)}  # (row, tokens known) of the end tokens
+    eng.forward_batch = lambda ctx, args: Sampled(torch.tensor([2 if at in ends else 5 for at in zip(ctx.rows.tolist(), ctx.device_lens)]))
+    try:
+        for name, kind, got in zip(("plain", "overlapped"), (Scheduler, OverlapScheduler), answer, strict=True):
+            s = kind(eng)
+            for uid in range(3): s.add(uid, [3, 4, 5, 6 + uid], SamplingParams(temperature=0.0, max_tokens=8))
+            while s.has_work: s.step()
+            want = s.stats()["decode_tokens"]
+            assert got == want, f"the {name} loop computes {want} tokens in its decode steps, you say {got}"
+    finally: eng.close()
+
+# %% ../nbs/17_overlap.ipynb #81f74517
+@check("overlap_one_buffer_for_all")
+def check_overlap_one_buffer_for_all(answer):
+    "Checks a scheduler whose steps share their arrays: right in the plain loop, overwritten one step ahead"
+    from minisgl_edu.checks import _toy_engine
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.scheduler import Scheduler
+    eng = _toy_engine()
+    def play(s):
+        "All tokens, one step at a time"
+        for uid in range(3): s.add(uid, [11 + uid, 12, 13], SamplingParams(temperature=0.0, max_tokens=3 + uid, ignore_eos=True))
+        told = []
+        while s.has_work: told += [(e.uid, e.token_id) for e in Scheduler.step(s)]
+        return told
+    try:
+        got, want = play(answer(eng)), play(Scheduler(eng))
+        assert got == want, f"in the plain loop no step is overwritten, so the tokens must be right; they are {got}, not {want}"
+        s = answer(eng)
+        for uid in range(3): s.add(uid, [11 + uid, 12, 13], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        first = s._schedule()
+        before = {name: array.tolist() for name, array in first.arrays.items()}
+        s._launch(first).synchronize()
+        second = s._schedule()
+        changed = [name for name, array in first.arrays.items() if array.tolist() != before[name]]
+        assert changed, f"the second step is prepared, and all {len(before)} arrays of the first are what they were: nothing is shared"
+        s._launch(second); s.close()
+    finally: eng.close()
+
+# %% ../nbs/17_overlap.ipynb #e99f31b8
+@check("overlap_late_stream")
+def check_overlap_late_stream(answer):
+    "Checks a stream that runs as late as it may: order, lateness, the right tokens, and a fault that it must show"
+    import numpy as np
+    from minisgl_edu.checks import _toy_engine
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.overlap import OverlapScheduler
+    from minisgl_edu.scheduler import Scheduler
+    stream, ran = answer(), []
+    events = [stream.submit(ran.append, i) for i in range(4)]
+    assert ran == [], f"nobody has waited, and {ran} ran already"
+    events[2].synchronize()
+    assert ran == [0, 1, 2], f"of the submissions 0 to 3 somebody waits for 2, so that 0, 1 and 2 have to run in this order; {ran} ran"
+    stream.synchronize()
+    assert ran == [0, 1, 2, 3] and events[3].query(), f"after `synchronize` all four have run and their events are done; {ran} ran"
+    broken = stream.submit(lambda: 1 / 0)
+    try: broken.synchronize()
+    except ZeroDivisionError: pass
+    else: raise AssertionError("what a submitted function raises must come out of its event's `synchronize`")
+    class Shared(OverlapScheduler):
+        memory = np.zeros((16, 4096), dtype=np.int64)
+        def _schedule(self):
+            plan = super()._schedule()
+            for row, (name, array) in zip(self.memory, plan.arrays.items() if plan else ()):
+                row[:len(array)] = array
+                plan.arrays[name] = row[:len(array)]
+            return plan
+    eng = _toy_engine()
+    def tokens(kind):
+        s, told = kind(eng), {uid: [] for uid in range(3)}
+        for uid in told: s.add(uid, [11 + uid, 12, 13], SamplingParams(temperature=0.0, max_tokens=5 + uid, ignore_eos=True))
+        for _ in range(40):
+            for e in s.step() if s.has_work else (): told[e.uid].append(e.token_id)
+        assert not s.has_work, f"after 40 steps {len(s.ledger.live)} of 3 requests have no end"
+        s.close()
+        return told
+    want, usual = tokens(Scheduler), eng.stream
+    try:
+        eng.stream = answer()
+        got = tokens(OverlapScheduler)
+        assert got == want, f"on your stream the overlapped loop gives {got}, on ours {want}"
+        assert tokens(Shared) != want, "a scheduler whose steps share their arrays gives the right tokens on your stream: it does not run late enough"
+    finally: eng.stream.close(); eng.stream = usual; eng.close()
+
+# %% ../nbs/18_simulator.ipynb #69871ccd
+@check("simulator_host_bound_from")
+def check_simulator_host_bound_from(answer):
+    "Checks the batch size from which on the host takes longer than an H200 with a 1B model"
+    from minisgl_edu.checkpoint import ModelConfig
+    from minisgl_edu.simulator import VirtualEngine
+    shape = ModelConfig.from_dict(dict(architectures=["LlamaForCausalLM"], vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rope_theta=500000.0, tie_word_embeddings=True))
+    engine = VirtualEngine("H200", shape, num_pages=16, max_seq_len=1024)
+    c = engine.costs
+    def host_ms(n): return (c.schedule_us + c.launch_us + n * (c.request_us + c.handle_us)) / 1e3
+    def device_ms(n): return engine.step_ms([(600, 601)] * n)
+    assert host_ms(answer) > device_ms(answer), f"with {answer} requests the host takes {host_ms(answer):.3f} ms and the device {device_ms(answer):.3f}: the device is still the longer part"
+    assert host_ms(answer - 1) <= device_ms(answer - 1), f"with {answer - 1} requests, one less than you say, the host takes {host_ms(answer - 1):.3f} ms and the device {device_ms(answer - 1):.3f}: it is the longer part already"
+
+# %% ../nbs/18_simulator.ipynb #e88da1a1
+@check("simulator_two_gpus")
+def check_simulator_two_gpus(answer):
+    "Checks the step time of a model on two virtual devices"
+    from minisgl_edu.checkpoint import ModelConfig
+    from minisgl_edu.simulator import Arrival, VirtualEngine, simulate
+    shape = ModelConfig.from_dict(dict(architectures=["LlamaForCausalLM"], vocab_size=128256, hidden_size=4096, intermediate_size=14336,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0))
+    one, two = (kind("H200", shape, num_pages=512, max_seq_len=4096) for kind in (VirtualEngine, answer))
+    for what, spans in (("64 requests that decode", [(600, 601)] * 64), ("a prompt of 2,000 tokens", [(0, 2000)]), ("a chunk of 500 tokens after 1,000, beside 2 that decode", [(1000, 1500), (9, 10), (9, 10)])):
+        tokens = sum(b - a for a, b in spans)
+        want, got = one.step_ms(spans) / 2 + 64 * (0.010 + tokens * 4096 * 2 / 450e9 * 1e3), two.step_ms(spans)
+        assert abs(got - want) < 1e-6 * want, f"{what}: half of {one.step_ms(spans):.3f} ms, and 64 all-reduces of {tokens} tokens, make {want:.3f} ms; you give {got:.3f}"
+    times = [simulate(engine, [Arrival(0.0, list(range(900)), 20)]).seconds for engine in (one, two)]
+    assert times[1] < times[0], f"a request takes {times[0] * 1e3:.1f} ms on one device and {times[1] * 1e3:.1f} ms on your two"
+
+# %% ../nbs/18_simulator.ipynb #241e12f8
+@check("simulator_babbling")
+def check_simulator_babbling(answer):
+    "Checks an engine that says the wrong thing at the right time: single questions keep their times, a chat loses its answers' hits"
+    from minisgl_edu.checkpoint import ModelConfig
+    from minisgl_edu.core import RequestError
+    from minisgl_edu.simulator import VirtualEngine, chat_trace, make_trace, simulate
+    shape = ModelConfig.from_dict(dict(architectures=["LlamaForCausalLM"], vocab_size=32000, hidden_size=1024, intermediate_size=4096,
+        num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=4096))
+    def play(kind, trace):
+        try: return simulate(kind("L4", shape, num_pages=512, max_seq_len=1024), trace)
+        except RequestError as e:  # a stream hands on what its function raises
+            if "NotImplementedError" in str(e): raise NotImplementedError from None
+            raise
+    single = make_trace([0.0, 0.0, 0.01, 0.02], [30, 50, 20, 90], [6, 12, 9, 4], 32000)
+    real, broken = play(VirtualEngine, single), play(answer, single)
+    assert len(broken.steps) == len(real.steps), f"the timeline of four questions has {len(real.steps)} steps, yours {len(broken.steps)}: each step must still be charged"
+    assert broken.steps == real.steps, "single questions must take the same time: somewhere your steps begin or end at another moment"
+    said = {t for r in broken.requests for t in r.token_ids}
+    assert said == {7}, f"it should say 7 and nothing else; it says {sorted(said)[:5]}"
+    chat = chat_trace([0.0], 2, 100, 40, 80, 1.0, 32000)
+    found = [play(kind, chat).requests[1].cached_tokens for kind in (VirtualEngine, answer)]
+    first = len(chat[0].prompt) // 16 * 16
+    assert found[0] > found[1] == first, f"turn 2 finds {found[0]} tokens where the trace knows the answer; with yours it should find the {first} of the first question, and finds {found[1]}"
+
+# %% ../nbs/19_text.ipynb #f973726f
+@check("text_sent_texts")
+def check_text_sent_texts(answer):
+    "Checks what a stop checker sends, letter by letter"
+    from minisgl_edu.text import StopChecker
+    checker = StopChecker(["aab"])
+    assert isinstance(answer, list) and len(answer) == 4, f"four pushes send four strings, some of them empty; you give {answer!r}"
+    for n, (letter, got) in enumerate(zip("aaab", answer), 1):
+        want = checker.push(letter)[0]
+        assert got == want, f"push {n} ({letter!r}) sends {want!r}, you say {got!r}"
+
+# %% ../nbs/19_text.ipynb #f20edcd7
+@check("text_keep_stop")
+def check_text_keep_stop(answer):
+    "Checks a stop checker that sends the stop string, for every way to cut the text"
+    for stops, text, want in ((["}"], '{"a": 1} and more', '{"a": 1}'), (["\nUser:", "END"], "Hi\nUser: END", "Hi\nUser:"), (["abcd", "bc"], "xabcd", "xabc"), (["none"], "no end, no", "no end, no")):
+        for size in (1, 2, 3, len(text)):
+            checker, sent = answer(stops), []
+            for at in range(0, len(text), size): sent.append(checker.push(text[at:at + size])[0])
+            got = "".join(sent) + checker.finish()
+            assert got == want, f"stop strings {stops}, {text!r} in pieces of {size}: {want!r} should be sent, yours sends {got!r}"
+
+# %% ../nbs/19_text.ipynb #c0d9720a
+@check("text_silent_tokens")
+def check_text_silent_tokens(answer):
+    "Checks tokens that silence a stream which holds text while it ends in U+FFFD"
+    from types import SimpleNamespace
+    from minisgl_edu.text import ByteDetokenizer
+    assert len(answer) >= 10 and all(isinstance(t, bytes) and 1 <= len(t) <= 4 for t in answer), f"ten or more tokens of one to four bytes are asked for; you give {len(answer)}: {answer[:3]}..."
+    try: b"".join(answer).decode()
+    except UnicodeDecodeError as e: raise AssertionError(f"the tokens together are not valid UTF-8: {e}") from None
+    held = b""
+    for n, token in enumerate(answer[:-1], 1):
+        held += token
+        assert held.decode(errors="replace").endswith("\ufffd"), f"after {n} of {len(answer)} tokens the text is {held.decode(errors='replace')!r}: it does not end in U+FFFD, and the old rule sends it"
+    ours = ByteDetokenizer(SimpleNamespace(bytes_of=answer.__getitem__))
+    silent = [n for n in range(len(answer)) if not ours.push(n)]
+    assert len(silent) <= 2, f"our own detokenizer is silent at {len(silent)} of {len(answer)} tokens, for they complete no character; two are allowed"
+
+# %% ../nbs/20_llm.ipynb #bce5aebd
+def _toy_llm(**options):
+    "An `LLM` over a tiny random model; prompts are token ids"
+    import tempfile
+    from minisgl_edu.checkpoint import save_random_model
+    from minisgl_edu.llm import LLM
+    with tempfile.TemporaryDirectory() as path:
+        save_random_model(path, dict(model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=128, initializer_range=0.4))
+        return LLM(path, device="cpu", dtype="float64", **{"page_size": 2, "num_pages": 128, "max_running_requests": 8, **options})
+
+class _Letters:
+    "A tokenizer for which token `n` is the character `n`"
+    all_special_ids = ()
+    def encode(self, text, **_): return [ord(c) for c in text]
+    def decode(self, ids, **_): return "".join(map(chr, ids))
+    def convert_ids_to_tokens(self, token_id): return chr(token_id)
+
+# %% ../nbs/20_llm.ipynb #cbe29f37
+@check("llm_steps_taken")
+def check_llm_steps_taken(answer):
+    "Checks the steps that two callers take, one after the other"
+    from minisgl_edu.checks import _toy_llm
+    from minisgl_edu.core import SamplingParams
+    def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+    with _toy_llm() as llm:
+        stream, counts = llm.stream([11, 12, 13], greedy(8)), []
+        for run in (lambda: llm.generate([[21, 22], [31, 32]], [greedy(5), greedy(3)]), lambda: list(stream)):
+            before = llm.scheduler.stats()["steps"]
+            run()
+            counts.append(llm.scheduler.stats()["steps"] - before)
+    for what, got, want in zip(("generate", "list(stream)"), answer, counts, strict=True):
+        assert got == want, f"inside {what} the scheduler takes {want} steps, you say {got}"
+
+# %% ../nbs/20_llm.ipynb #60d6bca3
+@check("llm_converse")
+def check_llm_converse(answer):
+    "Checks a conversation: each prompt is all that was said, and the prefix cache finds its full pages"
+    from minisgl_edu.checks import _toy_llm
+    from minisgl_edu.core import SamplingParams
+    questions, params = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with _toy_llm() as llm:
+        outputs, said = answer(llm, questions, params), []
+        assert len(outputs) == 3, f"three questions have three outputs; you return {len(outputs)}"
+        for turn, (question, out) in enumerate(zip(questions, outputs), 1):
+            assert out.prompt_token_ids == said + question, f"the prompt of turn {turn} should be {said + question}; yours is {out.prompt_token_ids}"
+            full = max(0, len(said) - 1) // 2 * 2
+            assert out.cached_tokens == full, f"{len(said)} tokens were said before turn {turn}, {max(0, len(said) - 1)} of them computed: the cache should find {full} of them, and finds {out.cached_tokens}"
+            said = said + question + out.token_ids
+
+# %% ../nbs/20_llm.ipynb #8beec4a8
+@check("llm_deaf")
+def check_llm_deaf(answer):
+    "Checks sessions that do not pass a stop on: the output is right, and the device works for nobody"
+    from minisgl_edu.checks import _Letters, _toy_llm
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.llm import Sessions
+    def run(kind, stop=()):
+        with _toy_llm() as llm:
+            sessions = kind(llm.scheduler, _Letters())
+            session = sessions.add([65, 66, 67], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop=stop))
+            for _ in range(40):
+                if llm.scheduler.has_work: sessions.step()
+            stats = llm.scheduler.stats()
+            return session.output, stats["steps"], stats["ended_stop"]
+    whole = run(Sessions)[0].text
+    at = next(i for i in range(2, 12) if whole.index(whole[i]) == i)
+    (want, steps, _), (got, took, ended) = (run(kind, whole[at]) for kind in (Sessions, answer))
+    assert (got.text, got.finish_reason, len(got.token_ids)) == (want.text, want.finish_reason, len(want.token_ids)), f"the caller should get {len(want.token_ids)} tokens that end by {want.finish_reason!r}, as before; yours gets {len(got.token_ids)} that end by {got.finish_reason!r}"
+    assert took > steps and not ended, f"the request ended after {took} steps, {ended} of 1 by a stop, as it should: somebody still tells the scheduler"
