@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
+__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -87,6 +87,372 @@ def check_median(answer):
     times = [2.0, 1.0]
     answer(times)
     assert times == [2.0, 1.0], "your function changed the caller's list; sort a copy"
+
+# %% ../nbs/01_core.ipynb #c019e170
+@check("steps_and_tokens")
+def check_steps_and_tokens(answer):
+    "Checks the pair against a request that lives that life"
+    from minisgl_edu.core import Req, SamplingParams
+    req, steps, tokens = Req(0, [1] * 100, SamplingParams(max_tokens=8)), 0, 0
+    while req.can_decode:
+        req.schedule(min(32, len(req.input_ids) - req.cached_len))
+        steps, tokens, is_chunk = steps + 1, tokens + req.extend_len, req.is_chunk
+        req.complete_one()
+        if not is_chunk: req.append_host(7)
+    said_steps, said_tokens = answer
+    assert said_steps == steps, f"count the steps again: four prefill steps, and the last of them makes the first new token; you say {said_steps}"
+    assert said_tokens == tokens, f"{steps} steps is right; they do not compute {said_tokens} tokens: which of the 108 is never computed?"
+
+# %% ../nbs/01_core.ipynb #b1ef9d70
+@check("flat_indices")
+def check_flat_indices(answer):
+    "Checks positions and last indices of a batch"
+    import torch
+    from minisgl_edu.core import Batch, Req, SamplingParams
+    def spans(*lens):
+        reqs = [Req(i, [1] * end, SamplingParams()) for i, (_, end) in enumerate(lens)]
+        for req, (start, end) in zip(reqs, lens): req.cached_len, req.device_len = start, end
+        return Batch(reqs, "mixed").spans
+    for lens, positions, last in (([(0, 3)], [0, 1, 2], [2]), ([(4, 6)], [4, 5], [1]), ([(0, 3), (4, 5), (2, 4)], [0, 1, 2, 4, 2, 3], [2, 3, 5])):
+        got_positions, got_last = (torch.as_tensor(t).tolist() for t in answer(spans(*lens)))
+        assert got_positions == positions, f"spans (cached_len, device_len) {lens} compute positions {positions}; you give {got_positions}"
+        assert got_last == last, f"spans {lens} fill a row of {len(positions)} tokens, where requests end at {last}; you give {got_last}"
+
+# %% ../nbs/01_core.ipynb #34c8d1eb
+@check("patient_policy")
+def check_patient_policy(answer):
+    "Checks a policy that collects prompts, and starves nobody"
+    from minisgl_edu.core import Policy, PolicyView
+    policy = answer()
+    assert isinstance(policy, Policy), "a Policy has a method `order(view)`"
+    cases = [((4, 9, 0, 1), "prefill", "4 requests wait"), ((1, 0, 0, 0), "prefill", "nobody decodes"), ((0, 3, 0, 99), "decode", "nobody waits"),
+             ((3, 9, 0, 5), "decode", "only 3 wait"), ((1, 9, 0, 31), "decode", "31 decode steps are not yet 32"), ((1, 9, 0, 32), "prefill", "one request has waited for 32 decode steps")]
+    for numbers, first, why in cases:
+        got = tuple(policy.order(PolicyView(*numbers)))
+        assert got and got[0] == first, f"{first} first, since {why}; for {PolicyView(*numbers)} you give {got}"
+        assert set(got) == {"prefill", "decode"}, f"if {first} yields no batch, the step must have something else to try; you give {got}"
+
+# %% ../nbs/01_core.ipynb #36a52042
+@check("live_batch")
+def check_live_batch(answer):
+    "Checks that a batch is broken as asked: by looking lengths up too late"
+    from minisgl_edu.core import Batch, Req, SamplingParams
+    reqs = [Req(0, [1] * 5, SamplingParams(max_tokens=2)), Req(1, [1] * 8, SamplingParams(max_tokens=2))]
+    for req, num_tokens in zip(reqs, (5, 3)): req.schedule(num_tokens)
+    copied, live = Batch(reqs, "prefill"), answer(reqs, "prefill")
+    lens = lambda batch: [(s.cached_len, s.device_len) for s in batch.spans]
+    assert lens(live) == lens(copied), f"as long as nobody moves, the spans are {lens(copied)}; yours are {lens(live)}"
+    for req in reqs: req.complete_one()
+    assert lens(live) != lens(copied), f"nothing is broken: the requests have moved on to {reqs}, and your spans still say {lens(live)}"
+    assert lens(live) == [(5, 6), (3, 3)], f"looked up now, the spans are [(5, 6), (3, 3)]; yours are {lens(live)}"
+
+# %% ../nbs/02_device.ipynb #3be85d62
+@check("byte_knee")
+def check_byte_knee(answer):
+    "Checks the knee of a model with weights of one byte"
+    from minisgl_edu.device import PUBLISHED
+    sheet, weights = PUBLISHED["H100"], 10**9
+    knee = (weights / sheet.read_gb_s / 1e9) / (2 * weights / sheet.matmul_tflop_s / 1e12)
+    read_ms, compute_ms = weights / sheet.read_gb_s / 1e6, answer * 2 * weights / sheet.matmul_tflop_s / 1e9
+    assert abs(answer / knee - 1) < 0.02, (f"at the knee, reading takes as long as computing; with {answer} rows and a billion weights of one byte, "
+                                           f"reading takes {read_ms:.3f} ms and computing {compute_ms:.3f} ms")
+
+# %% ../nbs/02_device.ipynb #8fc2a9d8
+@check("kv_outweighs")
+def check_kv_outweighs(answer):
+    "Checks the context length from which on KV outweighs the weights"
+    import torch
+    from minisgl_edu.device import kv_bytes_per_token, weight_bytes
+    from minisgl_edu.experiments import smollm2_135m
+    model = smollm2_135m()
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch in (1, 8, 100):
+            got, weights, kv = answer(model, dtype, batch), weight_bytes(model, dtype), kv_bytes_per_token(model, dtype)
+            assert got == int(got), f"whole tokens; for a batch of {batch} you give {got}"
+            said = f"{batch} requests of {got} tokens read {batch * got * kv / 1e6:.1f} MB of KV, the weights are {weights / 1e6:.1f} MB"
+            assert batch * got * kv >= weights, f"not yet: {said}"
+            assert batch * (got - 1) * kv < weights, f"earlier: {said}"
+
+# %% ../nbs/02_device.ipynb #a51f3056
+@check("early_copy")
+def check_early_copy(answer):
+    "Checks that a copy is broken as asked: it does not wait for the step that writes what it reads"
+    import threading
+    import torch
+    from minisgl_edu.device import Stream
+    compute, copy, gate, x, y = Stream("cpu", "compute"), Stream("cpu", "copy"), threading.Event(), torch.zeros(2), torch.full((2,), -1.0)
+    try:
+        held = compute.submit(gate.wait, 1.5)
+        copied = answer(compute, copy, x, y)
+        assert not held.query(), "your function waited for the device; submit, and return the event"
+        try: copied.synchronize(0.5)
+        except TimeoutError: raise AssertionError("nothing is broken: while the step was held back, the copy waited for it") from None
+        assert y.tolist() == [0, 0], f"the copy should have taken what was there before the step, [0, 0]; y is {y.tolist()}"
+        gate.set()
+        compute.synchronize()
+        assert x.tolist() == [7, 7], f"the step should fill x with 7; x is {x.tolist()}"
+    finally:
+        gate.set()
+        for stream in (compute, copy): stream.close()
+
+# %% ../nbs/02_device.ipynb #d077f3da
+@check("one_buffer")
+def check_one_buffer(answer):
+    "Checks steps and copies that take turns with one buffer"
+    import threading
+    import torch
+    from minisgl_edu.device import Stream
+    for slow, problem in (("copy", "a step overwrote the buffer before it was copied"), ("compute", "a copy read the buffer before its step had written it")):
+        streams, gate, buffer = {name: Stream("cpu", name) for name in ("compute", "copy")}, threading.Event(), torch.full((1,), -1)
+        try:
+            held = streams[slow].submit(gate.wait, 1)
+            results, last = answer(streams["compute"], streams["copy"], lambda i: buffer.fill_(i), buffer, 4)
+            assert not held.query(), f"the host waited while `{slow}` was held back: use `stream.wait`, not `synchronize`"
+            for other in streams.values():
+                if other.name != slow: # let it run ahead, if nothing holds it
+                    try: other.submit(int).synchronize(0.2)
+                    except TimeoutError: pass
+            gate.set()
+            last.synchronize(2)
+            got = [int(t) for t in results]
+            assert got == [0, 1, 2, 3], f"the results are 0, 1, 2, 3; with `{slow}` held back for a moment you bring {got}: {problem}"
+        finally:
+            gate.set()
+            for stream in streams.values(): stream.close()
+
+# %% ../nbs/03_distributed.ipynb #34dcc0a2
+def ranks_as_threads(
+    fn,      # Called as `fn(group, *args)` on each rank
+    size:int,# Ranks
+    *args    # Shared by all ranks, so not to be changed; a function is called with the rank, and gives this rank's own
+)->tuple[list, list[int]]: # Results by rank, numbers that each rank handed in
+    "Run `fn` on ranks that are threads; a rank that waits in vain for the others is an error"
+    import threading
+    import torch
+    from minisgl_edu.distributed import TPGroup
+    meet, parts, results, errors = threading.Barrier(size), [None] * size, [None] * size, []
+    class Seat(TPGroup):
+        sent = 0
+        def _exchange(self, t):
+            self.sent += t.numel()
+            parts[self.rank] = t.clone()
+            meet.wait(0.8)
+            all_parts = list(parts)
+            meet.wait(0.8) # nobody hands in the next one before all have read this one
+            return all_parts
+        def all_reduce(self, t): return t.copy_(sum(self._exchange(t)))
+        def all_gather(self, t, dim=-1): return torch.cat(self._exchange(t), dim)
+        def broadcast(self, t): return t.copy_(self._exchange(t)[0])
+    def main(seat):
+        try: results[seat.rank] = fn(seat, *(a(seat.rank) if callable(a) else a for a in args))
+        except BaseException as e:
+            errors.append(e)
+            meet.abort()
+    seats = [Seat(rank, size) for rank in range(size)]
+    threads = [threading.Thread(target=main, args=(seat,), daemon=True) for seat in seats]
+    for t in threads: t.start()
+    for t in threads: t.join(5)
+    if any(t.is_alive() for t in threads): raise TimeoutError("a rank did not come back within 5 s")
+    waited = [e for e in errors if isinstance(e, threading.BrokenBarrierError)]
+    if cause := [e for e in errors if e not in waited]: raise cause[0]
+    if waited: raise TimeoutError("a rank waited in vain for the others: all must make the same calls, in the same order")
+    return results, [seat.sent for seat in seats]
+
+# %% ../nbs/03_distributed.ipynb #ade298cf
+@check("sent_mb")
+def check_sent_mb(answer):
+    "Checks the megabytes that a rank sends in a step"
+    result = 32 * 4096 * 2 # bytes of one all-reduce: requests, features, bytes of a number
+    want = 32 * 2 * result / 1e6
+    assert abs(answer / want - 1) < 0.01, (f"one all-reduce sums {result / 1e6:.3f} MB, and of two ranks each sends that much; "
+                                           f"your {answer} MB are {answer * 1e6 / result:.1f} of them: how many does a step have?")
+
+# %% ../nbs/03_distributed.ipynb #47201452
+@check("rows_first")
+def check_rows_first(answer):
+    "Checks a pair of matrices that is cut the wrong way: right without an activation, wrong with one"
+    import torch
+    x, up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i, shape in enumerate(((3, 4), (4, 6), (6, 5))))
+    def off(act):
+        results, sent = ranks_as_threads(answer, 2, x, up, down, lambda rank: act) # `act` is called here, and so handed on as it is
+        assert sent == [15, 15], f"one all-reduce of the result, 3 x 5 numbers a rank; yours hand in {sent}"
+        return (results[0] - act(x @ up) @ down).abs().max().item()
+    nothing, relu = off(lambda t: t), off(torch.relu)
+    assert nothing < 1e-9, f"without an activation the sum of the terms is x @ up @ down; yours is off by {nothing:.2f}"
+    assert relu > 1e-3, "nothing is broken: with an activation your result is still right, so `up` is not cut by rows"
+
+# %% ../nbs/03_distributed.ipynb #0ee360e3
+@check("greedy_of_parts")
+def check_greedy_of_parts(answer):
+    "Checks the best token of a vocabulary in parts, and what its search moves"
+    import torch
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    logits[0, 3] = logits[0, 9] = 9.0 # a tie across ranks
+    for size in (1, 2, 3):
+        part = lambda rank: logits.chunk(size, -1)[rank]
+        results, sent = ranks_as_threads(answer, size, part)
+        want = logits.argmax(-1).tolist()
+        for rank, got in enumerate(results):
+            assert got.tolist() == want, f"{size} ranks, 12 tokens: the best are {want}, rank {rank} says {got.tolist()}"
+        assert max(sent) <= 10 or size == 1, f"5 rows, so 10 numbers from each rank are enough; yours hand in {max(sent)}"
+
+# %% ../nbs/03_distributed.ipynb #001cbc74
+@check("sparing_sum")
+def check_sparing_sum(answer):
+    "Checks a sum that hangs when one rank has nothing to add"
+    import torch
+    def run(*rows): return ranks_as_threads(answer, 2, lambda rank: torch.tensor(rows[rank]))[0]
+    got = [t.tolist() for t in run([1.0, 2.0], [10.0, 20.0])]
+    assert got == [[11, 22], [11, 22]], f"when both ranks have something to add, both get [11, 22]; you give {got}"
+    try: got = [t.tolist() for t in run([1.0, 2.0], [0.0, 0.0])]
+    except TimeoutError: return # rank 0 waits in vain: this is what the exercise is about
+    raise AssertionError(f"nothing is broken: with zeros on rank 1 both ranks came back, with {got}")
+
+# %% ../nbs/04_checkpoint.ipynb #520fe0ac
+@check("which_load")
+def check_which_load(answer):
+    "Checks a guess about three sliding windows"
+    from minisgl_edu.checkpoint import ModelConfig
+    shape = dict(architectures=["MistralForCausalLM"], vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8)
+    for name, said, (window, limit) in zip("abc", answer, ((4096, 32768), (4096, 4096), (None, 32768)), strict=True):
+        try: ModelConfig.from_dict({**shape, "sliding_window": window, "max_position_embeddings": limit}); refused = ""
+        except ValueError as e: refused = str(e)
+        assert bool(said) == (not refused), f"{name}: you say it {'loads' if said else 'is refused'}; " + (
+            f"the engine says: {refused}" if refused else f"it loads: no token of a context of {limit} is hidden by a window of {window}")
+
+# %% ../nbs/04_checkpoint.ipynb #a6a8f4a2
+@check("gate_up_slots")
+def check_gate_up_slots(answer):
+    "Checks the slots of a fused matrix by loading with them"
+    import tempfile, torch
+    from pathlib import Path
+    from safetensors.torch import save_file
+    from minisgl_edu.checkpoint import load_weights
+    inner, hidden = 6, 2
+    gate = torch.arange(float(inner * hidden)).view(inner, hidden)
+    class MLP(torch.nn.Module):
+        def __init__(self, rank, size):
+            super().__init__()
+            self.seat, self.gate_up = (rank, size), torch.nn.Parameter(torch.empty(2 * inner // size, hidden, device="meta"))
+        def weight_slots(self): return answer(self.gate_up, inner, hidden, *self.seat)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"gate": gate, "up": gate + 100}, Path(folder)/"model.safetensors")
+        for size in (1, 2, 3):
+            for rank in range(size):
+                module, share = MLP(rank, size), inner // size
+                load_weights(module, folder, "cpu", torch.float32)
+                mine = gate[rank * share:(rank + 1) * share]
+                got, want = module.gate_up[:, 0].tolist(), torch.cat((mine, mine + 100))[:, 0].tolist()
+                assert got == want, f"rank {rank} of {size} should hold rows that begin with {want}, gate then up; yours begin with {got}"
+
+# %% ../nbs/04_checkpoint.ipynb #97869b0a
+@check("permute_rows")
+def check_permute_rows(answer):
+    "Checks the inverse of `_unpermute`"
+    import numpy as np
+    from minisgl_edu.checkpoint import _unpermute
+    for num_heads, size in ((1, 4), (2, 4), (1, 8), (3, 64)):
+        w = np.arange(num_heads * size).reshape(-1, 1)
+        got = np.asarray(answer(w.copy(), num_heads))
+        assert got.shape == w.shape, f"the matrix keeps its shape {w.shape}; yours is {got.shape}"
+        where = np.empty(len(w), int)
+        where[_unpermute(w, num_heads)[:, 0]] = np.arange(len(w)) # where each row of llama.cpp's order goes
+        assert (_unpermute(got, num_heads) == w).all(), (f"{num_heads} heads of size {size}: llama.cpp's order begins {w[where][:8, 0].tolist()}; "
+                                                         f"yours begins {got[:8, 0].tolist()}")
+
+# %% ../nbs/04_checkpoint.ipynb #9d8839b1
+@check("materialize_names")
+def check_materialize_names(answer):
+    "Checks that tied parameters are torn apart, and that the loader notices"
+    import torch
+    from minisgl_edu.checkpoint import WeightSlot, _check_covered
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Module(), torch.nn.Module()
+            self.embed.weight = self.head.weight = torch.nn.Parameter(torch.empty(6, 4, device="meta"))
+        def weight_slots(self): return {"embed.weight": WeightSlot(self.embed.weight, (6, 4))}
+    model = Tied()
+    answer(model, "cpu", torch.float16)
+    for name, p in (("embed.weight", model.embed.weight), ("head.weight", model.head.weight)):
+        assert not p.is_meta and p.dtype == torch.float16, f"{name} should lie on the cpu in float16; it is on {p.device} in {p.dtype}"
+    assert model.head.weight is not model.embed.weight, "nothing is broken: both names still stand for one parameter"
+    try: _check_covered(model, model.weight_slots())
+    except ValueError as e: assert "head.weight" in str(e), f"the loader should miss head.weight; it says: {e}"
+    else: raise AssertionError("nothing is broken: the loader finds every parameter covered")
+
+# %% ../nbs/05_layers.ipynb #4642079f
+@check("once_around")
+def check_once_around(answer):
+    "Checks the positions in a full turn of the slowest pair"
+    import math
+    from minisgl_edu.layers import default_inv_freq
+    speed = default_inv_freq(64, 100000.0)[-1].item()
+    turns = answer * speed / (2 * math.pi)
+    assert abs(turns - 1) < 0.02, f"pair 31 turns by {speed:.3g} rad a position; after {answer:,.0f} positions it has made {turns:.2f} turns"
+
+# %% ../nbs/05_layers.ipynb #f27e4b9f
+@check("one_based_norm")
+def check_one_based_norm(answer):
+    "Checks ops whose norm weights are stored as differences from one"
+    import torch
+    from minisgl_edu.layers import TorchOps
+    ops, rand = answer(), torch.Generator().manual_seed(0)
+    x, residual, weight = (torch.randn(n, 8, generator=rand) for n in (3, 3, 1))
+    weight = weight[0]
+    stored, want = weight.clone(), TorchOps().rms_norm(x, 1 + weight, 1e-5)
+    for call in ("first", "second"):
+        off = (ops.rms_norm(x, weight, 1e-5) - want).abs().max()
+        assert off < 1e-5, f"the {call} call of `rms_norm` is off by {off:.2f}; the weight in use should be 1 + weight"
+    assert torch.equal(weight, stored), "the stored weight has changed; it is a parameter of the model"
+    normed, summed = ops.add_rms_norm(x, residual, weight, 1e-5)
+    off = (normed - TorchOps().rms_norm(x + residual, 1 + weight, 1e-5)).abs().max()
+    assert off < 1e-5 and torch.equal(summed, x + residual), f"`add_rms_norm` should do the same after adding; it is off by {off:.2f}"
+
+# %% ../nbs/05_layers.ipynb #b7e8c80e
+@check("neighbour_pairs")
+def check_neighbour_pairs(answer):
+    "Checks a rotation of the wrong pairs: it has every property of RoPE, and is another one"
+    import torch
+    from types import SimpleNamespace
+    from minisgl_edu.layers import TorchOps, rope_rows, rope_table
+    table = rope_table(SimpleNamespace(head_dim=8, rope_theta=100.0, rope_scaling=None), 64)
+    q, k = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    def turn(t, p, ops=answer()): return ops.rope(t, t, rope_rows(table, torch.tensor([p]), torch.float64))[0]
+    def score(i, j): return (turn(q, i) * turn(k, j)).sum().item()
+    assert turn(q, 5).shape == q.shape, f"the shape stays {list(q.shape)}; yours is {list(turn(q, 5).shape)}"
+    assert torch.allclose(turn(q, 0), q), "position 0 is not turned"
+    before, after = (t.view(4, 2).norm(dim=-1) for t in (q, turn(q, 5)))
+    worst = (before - after).abs().argmax().item()
+    assert torch.allclose(before, after), f"a turn keeps the length of a pair; features {2 * worst} and {2 * worst + 1} had {before[worst]:.3f} and have {after[worst]:.3f}"
+    assert abs(score(7, 3) - score(40, 36)) < 1e-5, f"the score depends on the distance only: {score(7, 3):.4f} at 7 and 3, {score(40, 36):.4f} at 40 and 36"
+    assert not torch.allclose(turn(q, 5), turn(q, 5, TorchOps())), "nothing is broken: this is what TorchOps computes"
+
+# %% ../nbs/05_layers.ipynb #4dcf591c
+@check("biased_row_linear")
+def check_biased_row_linear(answer):
+    "Checks a row-parallel linear with a bias, on several ranks"
+    import torch
+    from minisgl_edu.checks import ranks_as_threads
+    from minisgl_edu.layers import TorchOps
+    x, weight, bias = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(((2, 6), (4, 6), (4,))))
+    full, want = {"o.weight": weight, "o.bias": bias}, x @ weight.T + bias
+    @torch.no_grad()
+    def run(group):
+        layer = answer(6, 4, group, TorchOps())
+        slots = layer.slots("o")
+        assert set(slots) == set(full), f"the checkpoint has {sorted(full)}; your slots ask for {sorted(slots)}"
+        for name, slot in slots.items():
+            assert tuple(slot.shape) == tuple(full[name].shape), f"{name} has shape {list(full[name].shape)} in the file; your slot says {list(slot.shape)}"
+            part = full[name][slot.src]
+            assert part.shape == slot.target.shape, f"{name} on {group.size} ranks: a part of {list(part.shape)} does not fit {list(slot.target.shape)}"
+            slot.target.copy_(part)
+        return layer(x[:, layer.part])
+    for size in (1, 2, 3):
+        for rank, got in enumerate(ranks_as_threads(run, size)[0]):
+            times = ((got - want + bias) @ bias / (bias @ bias)).mean().item() # how often the bias is in the answer, if that is all that is wrong
+            assert torch.allclose(got, want, atol=1e-5), (f"rank {rank} of {size}: the answer is off by {(got - want).abs().max():.2f}"
+                f"{f', for the bias is in it {times:.0f} times' if torch.allclose(got - want, (times - 1) * bias.expand(2, 4), atol=1e-4) else ''}")
 
 # %% ../nbs/16_scheduler.ipynb #c1a18d11
 def _toy_engine(**config):

@@ -33,8 +33,8 @@ ALL = [pytest.param(book, *e, id=f"{book}-{e[0]}") for book, found in BOOKS.item
 
 @lru_cache(maxsize=None)
 def page(book):
-    "What a reader has at hand at the end of a chapter: its module's names"
-    return vars(importlib.import_module(f"minisgl_edu.{book.split('_', 1)[1]}"))
+    "What a reader has at hand at the end of a chapter: its module's names, and the checks"
+    return {k: v for k, v in vars(checks).items() if k.startswith("check_")} | vars(importlib.import_module(f"minisgl_edu.{book.split('_', 1)[1]}"))
 
 
 def run(book, *sources):
