@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -87,6 +87,42 @@ def check_median(answer):
     times = [2.0, 1.0]
     answer(times)
     assert times == [2.0, 1.0], "your function changed the caller's list; sort a copy"
+
+# %% ../nbs/00_checks.ipynb #50fc8c42
+TINY_MODEL = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, rope_theta=10000.0, tie_word_embeddings=False)
+
+def tiny_llm(
+    page_size:int=4,  # Tokens per page
+    num_pages:int=64, # Pages in the pool
+    **options         # Of `LLM`, e.g. `attention_backend=MyBackend` or `cache=MyCache`
+):                    # An `LLM`, to be closed
+    "The finished engine over a tiny model with random weights; prompts are token ids below 128"
+    import json, tempfile
+    from pathlib import Path
+    from minisgl_edu.llm import LLM
+    options = dict(dtype="float64", device="cpu", max_running_requests=4, max_seq_len=min(256, page_size * num_pages)) | options
+    with tempfile.TemporaryDirectory() as path:
+        Path(path, "config.json").write_text(json.dumps(TINY_MODEL), encoding="utf-8")
+        llm = LLM(path, page_size=page_size, num_pages=num_pages, dummy_weights=True, **options)
+    for p in llm.engine.model.parameters():
+        if p.dim() > 1: p.data.mul_(20)
+    return llm
+
+def tiny_answers(
+    rounds:list,   # Lists of prompts; a round starts when the one before has ended
+    max_tokens=12, # New tokens for each
+    **options      # Of `tiny_llm`
+)->list:           # [round][prompt] `Output`, with `token_ids` and `cached_tokens`
+    "What the tiny engine answers, greedily"
+    from minisgl_edu.core import SamplingParams
+    with tiny_llm(**options) as llm:
+        return [llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)) for prompts in rounds]
+
+def prompts_alike()->list: # Two rounds of prompts
+    "Prompts that share a beginning of 20 tokens; some of the second round share more"
+    stem = list(range(40, 60))
+    return [[stem + [7, i] for i in range(2)], [stem + [7, 8, 9, i] for i in range(4)]]
 
 # %% ../nbs/01_core.ipynb #c019e170
 @check("steps_and_tokens")
@@ -453,6 +489,346 @@ def check_biased_row_linear(answer):
             times = ((got - want + bias) @ bias / (bias @ bias)).mean().item() # how often the bias is in the answer, if that is all that is wrong
             assert torch.allclose(got, want, atol=1e-5), (f"rank {rank} of {size}: the answer is off by {(got - want).abs().max():.2f}"
                 f"{f', for the bias is in it {times:.0f} times' if torch.allclose(got - want, (times - 1) * bias.expand(2, 4), atol=1e-4) else ''}")
+
+# %% ../nbs/06_models.ipynb #b4809e5f
+@check("naive_count")
+def check_naive_count(answer):
+    "Checks a count of the tokens that the naive loop computes"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.checks import TINY_MODEL
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import DenseAttention, create_model, generate_naive
+    steps = []
+    class Counting(DenseAttention):
+        def forward(self, q, k, v, layer_id, ctx):
+            if layer_id == 0: steps.append(len(q))
+            return super().forward(q, k, v, layer_id, ctx)
+    model = create_model(ModelConfig.from_dict(TINY_MODEL), TorchOps())
+    dummy_weights(model, "cpu", torch.float64)
+    generate_naive(model, range(20), 8, attention=Counting())
+    again, remembered = answer
+    assert again == sum(steps), f"the loop runs {len(steps)} steps of {steps} tokens, {sum(steps)} in all; you say {again}"
+    assert remembered == steps[-1], (f"with a memory each token is computed once; the last step of the loop holds {steps[-1]}, "
+        f"and the token that it samples is not computed any more. You say {remembered}")
+
+# %% ../nbs/06_models.ipynb #5e747689
+@check("no_mask")
+def check_no_mask(answer):
+    "Checks an attention without a causal mask: the same scores from one layer, others from two"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.checks import TINY_MODEL
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import DenseAttention, create_model, full_context
+    requests = [[5, 6, 7, 8], [9, 10, 11]]
+    for layers in (1, 2):
+        model = create_model(ModelConfig.from_dict({**TINY_MODEL, "num_hidden_layers": layers}), TorchOps())
+        dummy_weights(model, "cpu", torch.float64)
+        for p in model.parameters():
+            if p.dim() > 1: p.data.mul_(20)
+        with torch.inference_mode():
+            masked, alone = (torch.cat([model(full_context([ids]), backend) for ids in requests]) for backend in (DenseAttention(), answer()))
+            together = model(full_context(requests), answer())
+        apart, changed = (together - alone).abs().max().item(), (alone - masked).abs().max().item()
+        assert apart < 1e-9, f"with {layers} layer(s), a request of {len(requests[0])} tokens gets other scores when one of {len(requests[1])} is beside it, by up to {apart:.2g}: requests must not see each other"
+        if layers == 1: assert changed < 1e-9, f"in one layer the last token sees the same tokens with a mask and without; your scores differ by up to {changed:.2g}"
+        else: assert changed > 1e-6, "in two layers nothing has changed: somewhere there is still a mask"
+
+# %% ../nbs/06_models.ipynb #1a769ad0
+@check("window_attention")
+def check_window_attention(answer):
+    "Checks a sliding window: who sees whom, then the numbers"
+    import torch
+    from minisgl_edu.models import DenseAttention, full_context
+    lens, gen = [6, 3], torch.Generator().manual_seed(0)
+    ctx, total = full_context([[0] * n for n in lens]), sum(lens)
+    q, k = torch.randn(total, 4, total, generator=gen, dtype=torch.float64), torch.randn(total, 2, total, generator=gen, dtype=torch.float64)
+    v = torch.eye(total, dtype=torch.float64)[:, None].expand(total, 2, total)  # so the output is the weights themselves
+    backend = answer()
+    for window in (1, 3, 100):
+        backend.window = window
+        out = backend.forward(q, k, v, 0, ctx)
+        assert out.shape == q.shape, f"the output must be shaped like q, {list(q.shape)}; yours is {list(out.shape)}"
+        first = 0
+        for n in lens:
+            for i in range(n):
+                seen, want = out[first + i, 0].nonzero().flatten().tolist(), list(range(first + max(0, i - window + 1), first + i + 1))
+                assert seen == want, f"window {window}, requests of {lens} tokens: row {first + i} must see the rows {want}, yours sees {seen}"
+                scores = (k[want, 0] @ q[first + i, 0]) / total**0.5
+                assert torch.allclose(out[first + i, 0, want], scores.softmax(0)), f"window {window}: row {first + i} sees the right rows, but weighs them wrongly"
+            first += n
+    assert torch.allclose(out, DenseAttention().forward(q, k, v, 0, ctx)), "a window of 100 tokens over 6 must give what `DenseAttention` gives"
+
+# %% ../nbs/07_kvcache.ipynb #eded7012
+@check("reused_slots")
+def check_reused_slots(answer):
+    "Checks a guess at the slots of a request that takes over pages"
+    from minisgl_edu.kvcache import PageAllocator, slots_of
+    alloc = PageAllocator(8)
+    a, b = alloc.allocate(2), alloc.allocate(3)
+    alloc.free(a)
+    c, mine = alloc.allocate(3), [int(slot) for slot in answer]
+    want = slots_of(c, 4, 6, 10).tolist()
+    assert len(mine) == 4, f"positions 6, 7, 8 and 9 have four slots, yours are {mine}"
+    pages = [slot // 4 for slot in mine]
+    assert pages == [c[1], c[1], c[2], c[2]], f"the third request gets the lowest free pages, {c}; positions 6 to 9 lie in its second and third: pages {[c[1], c[1], c[2], c[2]]}, yours lie in {pages}"
+    assert mine == want, f"the pages are right; position 6 is offset {6 % 4} in its page, so its slot is {c[1]} * 4 + {6 % 4} = {want[0]}. You say {mine}, right is {want}"
+
+# %% ../nbs/07_kvcache.ipynb #60c4bda8
+@check("run_allocator")
+def check_run_allocator(answer):
+    "Checks an allocator that prefers runs, on a small pool and then on a random life"
+    import random
+    alloc = answer(10)
+    held = [alloc.allocate(n) for n in (2, 1, 3, 1)]
+    assert held == [[0, 1], [2], [3, 4, 5], [6]], f"from a fresh pool, requests for 2, 1, 3 and 1 pages get [0, 1], [2], [3, 4, 5], [6]; you give {held}"
+    try: alloc.check_integrity(p for pages in held for p in pages)
+    except AssertionError as error:
+        raise AssertionError(f"pages 0 to 6 are handed out, but {error}: each of them must leave `_heap` and have a 0 in `_is_free`") from None
+    alloc.free(held[1]); alloc.free(held[3])  # free: 2, 6, 7, 8, 9
+    got = alloc.allocate(2)
+    assert got == [6, 7], f"pages 2, 6, 7, 8, 9 are free; the lowest run of two is [6, 7], you give {got}"
+    got += alloc.allocate(3)
+    assert sorted(got) == [2, 6, 7, 8, 9], f"no three of 2, 8, 9 lie side by side, so all three go; with [6, 7] you have given {sorted(got)}"
+    try: pages = alloc.allocate(1)
+    except MemoryError: pages = None
+    assert pages is None, f"no page is left, and you give {pages}; `PageAllocator` raises MemoryError"
+    rng, alloc, live = random.Random(0), answer(40), []
+    for _ in range(300):
+        n = rng.randint(0, 6)
+        if live and (rng.random() < 0.5 or n > alloc.num_free): alloc.free(live.pop(rng.randrange(len(live))))
+        elif n <= alloc.num_free:
+            before = set(alloc.free_pages)
+            runs = [i for i in sorted(before) if before.issuperset(range(i, i + n))] if n else []
+            live.append(alloc.allocate(n))
+            want = list(range(runs[0], runs[0] + n)) if runs else sorted(before)[:n]
+            assert live[-1] == want, f"of the free pages {sorted(before)}, {n} pages are {want}; you give {live[-1]}"
+        alloc.check_integrity(p for pages in live for p in pages)
+
+# %% ../nbs/07_kvcache.ipynb #2a49557e
+@check("trusting_free")
+def check_trusting_free(answer):
+    "Checks an allocator without the test for a page given back twice: honest life goes on, and a double free ends in shared memory"
+    import torch
+    from minisgl_edu.kvcache import KVPool, slots_of
+    alloc = answer(4)
+    a, b = alloc.allocate(2), alloc.allocate(1)
+    alloc.free(a)
+    try: alloc.check_integrity(b)
+    except AssertionError as error:
+        raise AssertionError(f"pages {a} came back once, and {error}: an honest caller must still find them in `_heap`, with a 1 in `_is_free`") from None
+    got = alloc.allocate(2)
+    assert got == a, f"honest so far: pages {a} came back and are the lowest free ones, but the next request gets {got}"
+    try: alloc.free(got), alloc.free(got)
+    except ValueError as error: raise AssertionError(f"your class still refuses the second time: {error}") from None
+    first, second = alloc.allocate(1), alloc.allocate(1)
+    assert first == second, f"the second time changed nothing: two requests get pages {first} and {second}"
+    pool = KVPool(1, 4, 2, 1, 4, "cpu", torch.float32)
+    for who, pages in ((1.0, first), (2.0, second)):
+        kv = torch.full((2, 1, 4), who)
+        pool.store(0, kv, kv, torch.from_numpy(slots_of(pages, 2, 0, 2)))
+    seen = pool.k[0][slots_of(first, 2, 0, 2)].unique().tolist()
+    assert seen == [2.0], f"the first request stored 1, the second 2 in the same page; the first should read 2, and reads {seen}"
+    try: alloc.check_integrity([*b, *first, *second])
+    except AssertionError: return
+    raise AssertionError("page 0 is held by two requests and check_integrity finds nothing: leave that one as it is")
+
+# %% ../nbs/08_attention.ipynb #575badbb
+@check("attention_takes_over")
+def check_attention_takes_over(answer):
+    "Checks the context from which on the KV of a decode step weighs more than the model"
+    from types import SimpleNamespace
+    import torch
+    from minisgl_edu.device import kv_bytes_per_token
+    mine = tuple(answer)
+    assert len(mine) == 2, f"two numbers, with 8 and with 32 KV heads; yours are {mine}"
+    for kv_heads, got in zip((8, 32), mine):
+        llama = SimpleNamespace(num_layers=32, num_kv_heads=kv_heads, head_dim=128)
+        want = 16.1e9 / kv_bytes_per_token(llama, torch.bfloat16) / 64
+        assert 0.95 < got / want < 1.05, (f"with {kv_heads} KV heads your {got:,.0f} tokens are {got / want:.2g} times what it takes; a token has "
+            f"{kv_bytes_per_token(llama, torch.bfloat16):,} bytes: keys and values, of all layers, in each of 64 requests")
+
+# %% ../nbs/08_attention.ipynb #f7acd713
+@check("careless_padding")
+def check_careless_padding(answer):
+    "Checks groups whose padding reads anything: right in a clean pool, NaN in a dirty one"
+    import torch
+    from minisgl_edu.attention import Plan, TorchAttention, plan_groups
+    from minisgl_edu.core import ForwardContext
+    from minisgl_edu.kvcache import KVPool
+    lens, gen = [9, 6, 2], torch.Generator().manual_seed(0)
+    pool, table = KVPool(1, 16, 2, 2, 8, "cpu", torch.float64), torch.full((3, 9), 30)
+    for row, n in enumerate(lens): table[row, :n] = torch.arange(n) + 10 * row # what lies behind a request's end is slot 30
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=gen, dtype=torch.float64))
+    q, k, v = (torch.randn(3, heads, 8, generator=gen, dtype=torch.float64) for heads in (4, 2, 2))
+    ends = torch.tensor(lens)
+    ctx = ForwardContext("decode", [n - 1 for n in lens], lens, torch.arange(3), None, ends - 1, table[torch.arange(3), ends - 1], None)
+    def attend(groups):
+        ctx.metadata = Plan([], groups(table, lens, 1000, torch.float64), None)
+        return TorchAttention(None, pool, table).forward(q, k, v, 0, ctx)
+    right, clean = attend(plan_groups), attend(answer)
+    off = [row for row in range(3) if not torch.allclose(right[row], clean[row])]
+    assert not off, f"lengths {lens}, and every slot holds numbers: the requests {off} come out wrong. Only the padding may change, the mask must stay"
+    pool.kv[:, 30:] = torch.nan
+    dirty = attend(answer)
+    assert dirty.isnan().any(), "slot 30 is NaN now, the table names it behind every short request's end, and no output is NaN: your padding is still careful"
+
+# %% ../nbs/08_attention.ipynb #906b48e5
+@check("own_backend")
+def check_own_backend(answer):
+    "Checks an attention backend in the engine, case by case"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig
+    from minisgl_edu.checks import TINY_MODEL, prompts_alike, tiny_answers
+    from minisgl_edu.core import AttentionBackend
+    from minisgl_edu.kvcache import KVPool, create_page_table
+    backend = answer(ModelConfig.from_dict(TINY_MODEL), KVPool(2, 4, 4, 2, 8, "cpu", torch.float64), create_page_table(2, 16, "cpu"))
+    missing = [name for name in ("prepare", "forward") if not hasattr(backend, name)]
+    assert isinstance(backend, AttentionBackend), f"the protocol `AttentionBackend` also wants {' and '.join(missing)}"
+    class Checked(answer):
+        def forward(self, q, k, v, layer_id, ctx):
+            out = super().forward(q, k, v, layer_id, ctx)
+            assert out is not None and out.shape == q.shape, f"`forward` must return a tensor shaped like q, {list(q.shape)}; got {None if out is None else list(out.shape)}"
+            return out
+    alone, several = [[[5, 6, 7, 8, 9]]], [[[5, 6, 7, 8, 9], [10], [11, 12, 13]]]
+    cases = (("one request, then three of 5, 1 and 3 tokens", alone + several, {}),
+             ("a prompt of 22 tokens in chunks of 8, with a cached prefix later", prompts_alike(), dict(max_prefill_length=8)),
+             ("prefill and decode in one step", several, dict(policy="mixed", max_prefill_length=4, page_size=1)))
+    for what, rounds, options in cases:
+        mine, ours = ([o for answers in tiny_answers(rounds, 4, attention_backend=backend, **options) for o in answers] for backend in (Checked, "torch"))
+        for got, want in zip(mine, ours):
+            at = next((i for i, (a, b) in enumerate(zip(got.token_ids, want.token_ids)) if a != b), None)
+            assert at is None, (f"{what}: after the prompt {got.prompt_token_ids} token {at} is {got.token_ids[at]}, right is {want.token_ids[at]}; "
+                + ("that is the prompt's own step" if at == 0 else "that step decodes: one query, and all keys up to itself"))
+
+# %% ../nbs/09_kernels.ipynb #60417494
+@check("decode_programs")
+def check_decode_programs(answer):
+    "Checks the size of two grids of the decode kernel"
+    from minisgl_edu.kernels import num_kv_splits
+    mine = tuple(answer)
+    for got, batch, length in zip(mine, (8, 1), (32768, 512), strict=True):
+        splits = num_kv_splits(batch, 8, length, 132)
+        want = batch * 8 * splits
+        assert got != 4 * want, f"{batch} request(s) of {length:,} tokens: {got} programs would be one for each query head, but the four that share a KV head sit in one program"
+        assert got != batch * 8 or splits == 1, f"{batch} request(s) of {length:,} tokens: {got} programs are one for each request and KV head, and their tokens are split besides"
+        assert got == want, (f"{batch} request(s) of {length:,} tokens: requests x KV heads x splits = {batch} x 8 x {splits} = {want}, you say {got}; "
+            f"wanted are 264 programs, but no split of fewer than 256 tokens")
+
+# %% ../nbs/09_kernels.ipynb #492e2593
+@check("online_softmax")
+def check_online_softmax(answer):
+    "Checks a softmax over tiles: one tile, falling scores, rising scores, scores too large for an exponential"
+    import torch
+    gen = torch.Generator().manual_seed(0)
+    def case(what, targets, sizes):
+        "One query whose scores are about `targets`, in tiles of these sizes"
+        q = torch.ones(16)
+        k = torch.tensor(targets)[:, None].expand(-1, 16) / 4  # 16 features of t / 4 and a scale of 1 / 4: the score is t
+        v = torch.randn(len(targets), 16, generator=gen)
+        got = answer(q, iter(list(zip(k.split(sizes), v.split(sizes)))))
+        want = torch.softmax(k @ q / 4, 0) @ v
+        assert isinstance(got, torch.Tensor) and got.shape == (16,), f"{what}: the result must be a tensor of shape [16], yours is {got!r:.60}"
+        assert not got.isnan().any(), f"{what}: your result is NaN; the scores are {targets}, and exp({max(targets):.0f}) is {torch.tensor(max(targets)).exp().item():g} in float32"
+        assert torch.allclose(got, want, atol=1e-5), f"{what}: the scores are {targets} in tiles of {sizes}; your result is off by up to {(got - want).abs().max().item():.2g}"
+    case("one tile", [0.0, 1.0, 2.0, 3.0], [4])
+    case("falling scores", [3.0, 2.0, 1.0, 0.0, -1.0], [2, 2, 1])
+    case("rising scores", [-1.0, 0.0, 1.0, 2.0, 3.0], [2, 2, 1])
+    case("large scores", [500.0, 999.0, 1000.0], [1, 1, 1])
+
+# %% ../nbs/09_kernels.ipynb #64c5196b
+@check("empty_split")
+def check_empty_split(answer):
+    "Checks when a decode kernel without its guard gives NaN"
+    import torch
+    def unguarded(seq_len, num_splits, block_n):
+        "(tokens of each split, is the output NaN?) by the arithmetic of the two kernels"
+        split_len = -(-(-(-seq_len // num_splits)) // block_n) * block_n
+        scores, values = torch.linspace(-1, 1, seq_len), torch.ones(seq_len)
+        splits = [slice(min(i * split_len, seq_len), min((i + 1) * split_len, seq_len)) for i in range(num_splits)]
+        m = torch.stack([torch.cat((scores[s], torch.tensor([-torch.inf]))).max() for s in splits])
+        sums = torch.stack([torch.exp2(scores[s] - top).sum() for s, top in zip(splits, m)])
+        parts = torch.stack([(torch.exp2(scores[s] - top) * values[s]).sum() for s, top in zip(splits, m)]) / sums
+        lse = m + torch.log2(sums)
+        weights = torch.exp2(lse - lse.max())
+        return [s.stop - s.start for s in splits], bool(((weights * parts).sum() / weights.sum()).isnan())
+    for block_n, num_splits in ((16, 1), (16, 3), (64, 2), (64, 8)):
+        for seq_len in (1, 2, 3, 15, 16, 17, 33, 48, 49, 64, 65, 128, 129, 300, 512, 513):
+            lens, is_nan = unguarded(seq_len, num_splits, block_n)
+            got = answer(seq_len, num_splits, block_n)
+            assert bool(got) == is_nan, f"{seq_len} tokens in {num_splits} splits of whole tiles of {block_n} are {lens} tokens each, and the output is {'NaN' if is_nan else 'a number'}; you say {got}"
+
+# %% ../nbs/10_radix.ipynb #ecd1ae0d
+@check("radix_victims")
+def check_radix_victims(answer):
+    "Checks a guess at what a radix cache gives up"
+    from minisgl_edu.radix import RadixCache
+    cache = RadixCache(num_pages=8, page_size=2)
+    cache.insert([1, 2, 3, 4], [0, 1])
+    cache.insert([1, 2, 5, 6, 7, 8], [0, 2, 3])
+    cache.match_prefix([1, 2, 3, 4])
+    first, rest = cache.evict(1), cache.evict(2)
+    mine = [list(pages) for pages in answer]
+    assert [len(pages) for pages in mine] == [1, 2], f"one page, then two: your lists have {[len(pages) for pages in mine]}"
+    assert 0 not in mine[0] + mine[1], "page 0 holds the tokens 1 2, which both sequences begin with: without it nobody finds what follows"
+    assert mine[0] != [1], "page 1 belongs to 3 4, and the match has just touched that: the other leaf was used longer ago"
+    assert mine[0] == first, f"the leaf used longest ago is 5 6 7 8, and it is trimmed from its tail: page {first[0]}, not {mine[0][0]}"
+    assert sorted(mine[1]) == sorted(rest), f"what is left of that leaf goes, then the next leaf: pages {rest}, not {mine[1]}"
+
+# %% ../nbs/10_radix.ipynb #689ca683
+@check("own_prefix_cache")
+def check_own_prefix_cache(answer):
+    "Checks a prefix cache, alone and in the engine"
+    from minisgl_edu.checks import prompts_alike, tiny_answers, tiny_llm
+    from minisgl_edu.core import PrefixCache, SamplingParams
+    cache = answer(16, 2)
+    missing = [name for name in ("match_prefix", "lock", "unlock", "insert", "evict", "check_integrity", "evictable_pages", "protected_pages") if not hasattr(cache, name)]
+    assert isinstance(cache, PrefixCache), f"the protocol also wants {', '.join(missing)}"
+    back = [cache.insert([1, 2, 3, 4], [5, 6]), cache.insert([1, 2, 3, 4, 7, 8], [5, 9, 3])]
+    assert back == [[], [9]], f"page 9 holds tokens that page 6 holds already, so it alone goes back; your inserts return {back}"
+    cache.insert([9, 9, 9, 9], [0, 1])
+    match = cache.match_prefix([1, 2, 3, 4, 7, 8, 0])
+    assert (match.pages, match.num_tokens) == ([5, 6, 3], 6), f"of 1 2 3 4 7 8 0 the pages [5, 6, 3] with 6 tokens are cached, you find {match.pages} with {match.num_tokens}"
+    got = cache.match_prefix([9, 9, 3, 4]).pages
+    assert got == [0], f"of 9 9 3 4 only page 0 is cached, you find {got}: page 6 was computed behind the tokens 1 2"
+    cache.insert([9, 9, 9, 9], [0, 1])
+    cache.lock(match.handle)
+    counts = (cache.evictable_pages, cache.protected_pages)
+    assert counts == (2, 3), f"three pages are locked and two are not; you count {counts[1]} and {counts[0]}"
+    got = cache.evict(1)
+    assert got == [1], f"of 9 9 9 9 the second page must go first; you give up {got}, and nobody finds page 1 without page 0"
+    cache.unlock(match.handle)
+    got = cache.evict(100)
+    assert sorted(got) == [0, 3, 5, 6] and cache.evictable_pages == 0, f"pages 0, 3, 5, 6 are left and nobody holds them; you give up {sorted(got)}"
+    rounds, params = prompts_alike(), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    right = [o for answers in tiny_answers(rounds, 8, cache="radix") for o in answers]
+    for num_pages in (64, 14):
+        with tiny_llm(num_pages=num_pages, cache=answer) as llm:
+            mine = [o for prompts in rounds for o in llm.generate(prompts, params)]
+            llm.scheduler.check_integrity()
+        for got, want in zip(mine, right):
+            assert got.token_ids == want.token_ids, (f"with {num_pages} pages in the pool, the prompt {got.prompt_token_ids} took {got.cached_tokens} tokens "
+                f"from your cache and went on with {got.token_ids}; right is {want.token_ids}")
+        assert any(o.cached_tokens for o in mine), f"with {num_pages} pages in the pool the tokens are right, but your cache never finds any of them"
+
+# %% ../nbs/10_radix.ipynb #42eafb43
+@check("radix_unlocked")
+def check_radix_unlocked(answer):
+    "Checks that a cache is broken in the one way that was asked for"
+    from minisgl_edu.checks import prompts_alike, tiny_answers
+    cache = answer(8, 2)
+    cache.insert([1, 2, 3, 4], [0, 1])
+    match = cache.match_prefix([1, 2, 3, 4])
+    cache.lock(match.handle)
+    given_up = cache.evict(2)
+    assert len(given_up) == 2, f"a request holds both pages of 1 2 3 4, and evict(2) gives up only {given_up}: something still protects them"
+    cache.unlock(match.handle)
+    tokens = lambda **kw: [o.token_ids for answers in tiny_answers(prompts_alike(), 8, **kw) for o in answers]
+    right = tokens(cache="radix")
+    assert tokens(cache=answer) == right, "in a roomy pool the tokens are right without locks, too; yours are not, so something else is broken"
+    wrong = sum(a != b for a, b in zip(tokens(cache=answer, num_pages=14), right))
+    assert wrong, f"with 14 pages all {len(right)} answers are still right: nothing was evicted under a running request"
 
 # %% ../nbs/16_scheduler.ipynb #c1a18d11
 def _toy_engine(**config):

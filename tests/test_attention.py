@@ -263,3 +263,19 @@ def test_paged_generation_equals_the_naive_loop(page_size):
             cached[i] = len(tokens[i])
             tokens[i].append(new)
     assert [t[len(p):] for t, p in zip(tokens, prompts)] == want
+
+
+def test_the_exercise_takes_another_backend_and_says_where_a_broken_one_fails():
+    "One query at a time is a right answer; a backend that forgets what is cached fails at the first decode step"
+    from minisgl_edu.checks import solved_or_not
+    from plugins import LoopAttention
+    class Forgetful(LoopAttention):
+        def forward(self, q, k, v, layer_id, ctx):
+            out = super().forward(q, k, v, layer_id, ctx)
+            return out if ctx.phase == "prefill" else torch.zeros_like(out)
+    class Flat(LoopAttention):
+        def forward(self, q, k, v, layer_id, ctx): return super().forward(q, k, v, layer_id, ctx).flatten(1)
+    assert solved_or_not("own_backend", LoopAttention).status == "solved"
+    for broken, said in ((Forgetful, "token 1 is"), (Flat, "shaped like q")):
+        found = solved_or_not("own_backend", broken)
+        assert found.status == "wrong" and said in found.reason, found

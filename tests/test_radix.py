@@ -199,3 +199,23 @@ def test_two_that_compute_the_same_prompt_share_pages_afterwards(tiny_model_dir)
     for kind in (Scheduler, OverlapScheduler):
         assert run(kind, [(0, prompt, 8), (1, prompt, 8), (2, other, 8)]) == solo
     engine.close()
+
+
+def test_the_exercise_takes_another_cache_and_says_what_a_broken_one_does():
+    "A chain of pages is a right answer; each way to break it is heard of in its own words"
+    from minisgl_edu.checks import solved_or_not
+    from plugins import PageChainCache
+    class ShortKeys(PageChainCache):
+        def _keys(self, token_ids): return [key[-self.page_size:] for key in super()._keys(token_ids)]
+    class BeginningFirst(PageChainCache):
+        def evict(self, num_pages):
+            idle = [k for k, n in self.locks.items() if n == 0][:num_pages]
+            for k in idle: del self.locks[k], self.used[k]
+            return [self.page.pop(k) for k in idle]
+    class NoLocks(PageChainCache):
+        def lock(self, handle): pass
+        def unlock(self, handle): pass
+    assert solved_or_not("own_prefix_cache", PageChainCache).status == "solved"
+    for broken, said in ((ShortKeys, "page 6 was computed behind the tokens 1 2"), (BeginningFirst, "must go first"), (NoLocks, "three pages are locked")):
+        found = solved_or_not("own_prefix_cache", broken)
+        assert found.status == "wrong" and said in found.reason, found
