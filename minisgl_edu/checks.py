@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -829,6 +829,353 @@ def check_radix_unlocked(answer):
     assert tokens(cache=answer) == right, "in a roomy pool the tokens are right without locks, too; yours are not, so something else is broken"
     wrong = sum(a != b for a, b in zip(tokens(cache=answer, num_pages=14), right))
     assert wrong, f"with 14 pages all {len(right)} answers are still right: nothing was evicted under a running request"
+
+# %% ../nbs/11_sampling.ipynb #62d1a386
+@check("sampling_cut")
+def check_sampling_cut(answer):
+    "Checks which tokens top-k and top-p leave together"
+    import torch
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.sampling import choose, prepare
+    reqs = [Req(i, [0], SamplingParams(top_k=3, top_p=0.8, seed=i)) for i in range(500)]
+    for r in reqs: r.schedule(1)
+    scores = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15]).log()
+    drawn = choose(scores.expand(500, -1), prepare(reqs)).unique().tolist()
+    never, missing = sorted(set(answer) - set(drawn)), sorted(set(drawn) - set(answer))
+    assert not never, f"of 500 requests none drew {never}: top-k comes first, and top-p asks for a share of what it left"
+    assert not missing, f"some of 500 requests drew {missing}, and your list has only {sorted(answer)}"
+
+# %% ../nbs/11_sampling.ipynb #80498dea
+@check("sampling_top_a")
+def check_sampling_top_a(answer):
+    "Checks a mask for top-a: by row, and the same in company as alone"
+    import torch
+    probs, a = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.9, 0.06, 0.03, 0.01]]), torch.tensor([0.4, 0.4])
+    for i, stay in ((0, 3), (1, 1)):
+        got = int(answer(probs[i:i + 1], a[:1]).sum())
+        assert got == stay, f"of {probs[i].tolist()} alone, a = 0.4 keeps {stay} (at least {0.4 * probs[i, 0].item() ** 2:.3f} likely); you keep {got}"
+    mask = answer(probs, a)
+    assert mask.shape == probs.shape and mask.dtype == torch.bool, f"a mask of shape {tuple(probs.shape)} is wanted, got {tuple(mask.shape)} {mask.dtype}"
+    assert mask.sum(-1).tolist() == [3, 1], f"alone the rows keep 3 and 1 tokens, in one batch you keep {mask.sum(-1).tolist()}: one row must not set the bound of another"
+    mixed = answer(probs[:1].expand(2, -1), torch.tensor([0.4, 0.0])).sum(-1).tolist()
+    assert mixed == [3, 4], f"each row has its own a: with 0.4 and 0 the first row keeps 3 and 4 tokens, you keep {mixed}"
+
+# %% ../nbs/11_sampling.ipynb #50857d86
+@check("sampling_zero")
+def check_sampling_zero(answer):
+    "Checks weights and a number that make a draw take a token of weight zero"
+    import torch
+    from minisgl_edu.sampling import _draw
+    weights, u = answer
+    assert 0 <= u < 1, f"u = {u} is not in [0, 1)"
+    assert min(weights) >= 0 and sum(weights) > 0, f"weights are >= 0 and not all zero, got {weights}"
+    place = _draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)).item()
+    assert weights[place] == 0, f"u = {u} takes token {place}, whose weight is {weights[place]:g}: nothing is broken yet"
+
+# %% ../nbs/11_sampling.ipynb #ff31875a
+@check("sampling_reject")
+def check_sampling_reject(answer):
+    "Checks the distribution of a draw under top-p that ranks nothing"
+    import torch
+    from minisgl_edu.sampling import uniform
+    probs, inside = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15], dtype=torch.float64), {1: 0.4 / 0.85, 3: 0.3 / 0.85, 4: 0.15 / 0.85}
+    counts = dict.fromkeys(range(5), 0)
+    for seed in range(1000):
+        token = answer(probs.clone(), 0.75, [uniform(seed, i) for i in range(16)])
+        assert token in counts, f"a token id from 0 to 4 is wanted; seed {seed} gives {token}"
+        assert token in inside, f"token {token} is outside: the likelier ones have {probs[probs > probs[token]].sum():.2f} of the mass, not less than 0.75"
+        counts[token] += 1
+    distance = sum((counts[t] - 1000 * p) ** 2 / (1000 * p) for t, p in inside.items())
+    expected = {t: round(1000 * p) for t, p in inside.items()}
+    assert distance < 20, f"of 1,000 draws {expected} are expected, you give {dict((t, counts[t]) for t in inside)}: chi-square {distance:.0f}"
+
+# %% ../nbs/12_graphs.ipynb #4b44feb7
+@check("graphs_padding")
+def check_graphs_padding(answer):
+    "Checks the rows of padding of two ladders"
+    from minisgl_edu.graphs import graph_sizes
+    def padding(sizes, first=1, last=64): return sum(next(s for s in sizes if s >= n) - n for n in range(first, last + 1))
+    ours, doubling = graph_sizes(64), [1, 2, 4, 8, 16, 32, 64]
+    assert answer[0] == padding(ours), (f"on {ours} it is not {answer[0]}: batches of 1 to 8 have {padding(ours, 1, 8)} rows of padding together, "
+                                        f"those of 9 to 16 have {padding(ours, 9, 16)}, and so on")
+    assert answer[1] == padding(doubling), f"on {doubling} it is not {answer[1]}: batches of 17 to 32 alone have {padding(doubling, 17, 32)} rows of padding"
+
+# %% ../nbs/12_graphs.ipynb #a8584e42
+@check("graphs_stale")
+def check_graphs_stale(answer):
+    "Checks a runner that is right for its batch, and writes over the keys and values of others"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig, dummy_weights
+    from minisgl_edu.experiments import decode_setup, llama_shape
+    from minisgl_edu.graphs import graph_sizes
+    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.models import create_model
+    model = create_model(ModelConfig.from_dict(llama_shape(2, 64, 128, 4, 2, 16, 128, True)), TorchOps())
+    dummy_weights(model, "cpu", torch.float64)
+    with torch.inference_mode():
+        backend, table, step = decode_setup(model, "cpu", num_rows=8, length=16)
+        runner = answer(model, backend, table, 8 * 16, graph_sizes(8))
+        runner.replay(step(7))
+        ctx = step(3, at=10)
+        backend.prepare(ctx)
+        want = model(ctx)
+        strangers = backend.pool.kv[:, 3 * 16:8 * 16]
+        strangers.fill_(7.0)  # requests 3 to 6 have ended, and others have their pages
+        got = runner.replay(ctx)
+        off = (got - want).abs().max().item()
+        assert off < 1e-9, f"the scores of the three real requests are off by up to {off:.2g}: fill their columns, and leave only the padding stale"
+        hit = (strangers != 7.0).flatten(2).any(-1).any(0).nonzero().flatten() + 3 * 16
+        assert len(hit), "a batch of three in the graph for four changed no slot of requests 3 to 7: the fourth column still holds the dummy request"
+
+# %% ../nbs/12_graphs.ipynb #04806981
+@check("graphs_ladder")
+def check_graphs_ladder(answer):
+    "Checks the ladder with the fewest rows, against all ladders"
+    from itertools import combinations
+    def rows(sizes, counts): return sum(times * next(s for s in sizes if s >= n) for n, times in counts.items())
+    for counts in ({4: 9}, {1: 10, 6: 9, 7: 8, 8: 1, 20: 3}, {1: 50, 2: 10, 3: 10, 5: 30, 8: 1}):
+        for graphs in (1, 2, 3):
+            got, lower = list(answer(dict(counts), graphs)), sorted(counts)[:-1]
+            assert got == sorted(set(got)) and 1 <= len(got) <= graphs, f"for {counts} at most {graphs} sizes are allowed, ascending; you give {got}"
+            assert got[-1] >= max(counts), f"a batch of {max(counts)} has no graph among {got}"
+            best = min(([*some, max(counts)] for n in range(graphs) for some in combinations(lower, n)), key=lambda sizes: rows(sizes, counts))
+            assert rows(got, counts) == rows(best, counts), f"for {counts}, {got} computes {rows(got, counts)} rows, and {best} only {rows(best, counts)}"
+
+# %% ../nbs/13_engine.ipynb #1dda0aab
+def _small_engine(**fields):
+    "An engine for checks: a tiny random model in float64, 24 pages of 2 tokens; whoever takes it closes it"
+    import tempfile
+    from minisgl_edu.checkpoint import save_random_model
+    from minisgl_edu.engine import Engine, EngineConfig
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(folder, dict(model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.4, bos_token_id=1, eos_token_id=2))
+        return Engine(EngineConfig(model=folder, device="cpu", dtype="float64", page_size=2, num_pages=24, max_running_requests=3, max_seq_len=16, **fields))
+
+def _small_work(*lens):
+    "Greedy work for a static batch: (prompt length, tokens to answer) each, all tokens different"
+    from minisgl_edu.core import SamplingParams
+    return [([10 * i + j + 3 for j in range(n)], SamplingParams(temperature=0.0, max_tokens=m, ignore_eos=True)) for i, (n, m) in enumerate(lens)]
+
+@check("engine_flat")
+def check_engine_flat(answer):
+    "Checks slots and last tokens of a prefill step"
+    from minisgl_edu.core import Batch
+    from minisgl_edu.engine import StaticBatch, make_context
+    engine = _small_engine()
+    try:
+        reqs = StaticBatch(engine, _small_work((5, 1), (1, 1), (3, 1))).reqs
+        for r in reqs: r.schedule(r.prompt_len)
+        ctx = make_context(engine, Batch(reqs, "prefill"))
+    finally: engine.close()
+    slots, last = ctx.out_loc.tolist(), ctx.last_indices.tolist()
+    assert len(answer["out_loc"]) == len(slots), f"{len(slots)} tokens are computed, each has one slot; you name {len(answer['out_loc'])}"
+    off = next((i for i, (got, want) in enumerate(zip(answer["out_loc"], slots)) if got != want), None)
+    if off is not None:
+        r = next(r for r, end in zip(reqs, last) if off <= end)
+        raise AssertionError(f"token {off} of the line goes to slot {slots[off]}, not {answer['out_loc'][off]}: it is request {r.uid}'s, whose pages are {r.pages}")
+    assert list(answer["last_indices"]) == last, f"the prompts end at {last} of the line, you say {list(answer['last_indices'])}"
+
+# %% ../nbs/13_engine.ipynb #7bf80a40
+@check("engine_keys_read")
+def check_engine_keys_read(answer):
+    "Checks a backend that counts, and computes what chapter 08's does"
+    from minisgl_edu.engine import StaticBatch
+    lens = ((4, 3), (2, 2), (3, 4))
+    engines = [_small_engine(), _small_engine(attention_backend=answer)]
+    try: plain, ours = [StaticBatch(e, _small_work(*lens)).run() for e in engines]
+    finally:
+        for e in engines: e.close()
+    got, layers = engines[1].backend.keys_read, engines[1].model_config.num_layers
+    want = sum(n + t for n, m in lens for t in range(m))
+    assert ours == plain, f"the tokens changed: {plain} without, {ours} with your backend"
+    assert got != want * layers, f"you count {got}, {layers} times too many: the model has {layers} layers, and `forward` runs in each"
+    assert got == want, f"prompts of {[n for n, _ in lens]} that answer {[m for _, m in lens]} tokens read the keys of {want} tokens in a layer, you count {got}"
+
+# %% ../nbs/13_engine.ipynb #9ac75a72
+@check("engine_shared")
+def check_engine_shared(answer):
+    "Checks a batch that is right alone, keeps all its lengths, and garbles its words in company"
+    from minisgl_edu.engine import StaticBatch
+    work, engine = _small_work((4, 5), (2, 4), (3, 6)), _small_engine()
+    try:
+        alone, plain = [StaticBatch(engine, [w]).run()[0] for w in work], StaticBatch(engine, work)
+        ours_alone, ours = [answer(engine, [w]).run()[0] for w in work], answer(engine, work)
+        plain.run(); ours.run()
+    finally: engine.close()
+    assert ours_alone == alone, f"alone, the requests answer {ours_alone} and not {alone}: alone nobody should be disturbed"
+    words = [r.output_ids for r in ours.reqs]
+    assert list(map(len, words)) == list(map(len, alone)), f"the answers should keep their lengths, and have {list(map(len, words))} tokens"
+    assert words != alone, "the tokens in company are still those of the requests alone: the device reads its row of the page table, and nothing else"
+
+# %% ../nbs/14_resources.ipynb #c3429621
+@check("resources_keep")
+def check_resources_keep(answer):
+    "Checks where a request's pages are after it was offered to the cache"
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.radix import RadixCache
+    from minisgl_edu.resources import CacheManager
+    cache, dropped = CacheManager(12, 4, RadixCache(12, 4)), []
+    reqs = [Req(uid, range(10), SamplingParams(max_tokens=2)) for uid in (0, 1)]
+    for r in reqs: r.pages = cache.allocate(3); r.schedule(10); r.complete_one()
+    for r in reqs: dropped = cache.keep(r, 10)
+    kept = len(cache.owned(reqs[1]))
+    assert len(answer["pages"]) == 3, f"request 1 has 10 tokens and needs 3 pages, you give {answer['pages']}"
+    assert answer["pages"] == reqs[1].pages, (f"request 1 does not name {answer['pages']}: {reqs[1].shared_len} of the 10 tokens lie in whole pages, which the cache has "
+                                              f"from request 0; {kept} page stays its own, for the rest of the prompt and its answer")
+    assert sorted(answer["dropped"]) == dropped, f"it names {reqs[1].pages} now, and had 3, 4 and 5: {answer['dropped']} is not what it left"
+
+# %% ../nbs/14_resources.ipynb #52194e0d
+@check("resources_pin")
+def check_resources_pin(answer):
+    "Checks a cache that can pin a prefix: not evicted, and not promised to others"
+    from minisgl_edu.resources import CacheManager
+    tree = answer(8, 4)
+    cache, system = CacheManager(8, 4, tree), list(range(100, 108))
+    pages = cache.allocate(3)
+    tree.insert([*system, 1, 2, 3, 4], pages)
+    handle = tree.pin(system)
+    assert cache.available_pages == 6, f"8 pages, of which 2 are pinned: 6 are available, and `available_pages` says {cache.available_pages}"
+    tree.check_integrity()
+    try: taken = cache.allocate(6)
+    except MemoryError as e: raise AssertionError(f"six pages are not pinned, and cannot be had: {e}") from None
+    assert not set(taken) & set(pages[:2]), f"pinned are the pages {pages[:2]}, and {taken} were given away"
+    assert tree.match_prefix(system).pages == pages[:2], "the pinned prefix is not found any more"
+    tree.unpin(handle)
+    tree.check_integrity()
+    assert cache.available_pages == 2, f"after `unpin` the two pages may go, and `available_pages` says {cache.available_pages}"
+
+# %% ../nbs/14_resources.ipynb #2ac170f0
+@check("resources_hoarder")
+def check_resources_hoarder(answer):
+    "Checks a leak that `check_integrity` does not see"
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.radix import RadixCache
+    cache = answer(8, 4, RadixCache(8, 4))
+    for uid in (0, 1):
+        req = Req(uid, range(16), SamplingParams(max_tokens=1))
+        match = cache.match(req.input_ids)
+        cache.lock(match.handle)
+        req.handle, req.cached_len, req.shared_len = match.handle, match.num_tokens, match.num_tokens
+        req.pages = [*match.pages, *cache.allocate(4 - len(match.pages))]
+        req.schedule(16 - req.cached_len); req.complete_one(); req.append_host(1)
+        cache.release(req)
+        try: cache.check_integrity([])
+        except AssertionError as e: raise AssertionError(f"`check_integrity` notices it, after request {uid}: {e}") from None
+    assert cache.available_pages < 8, "the pool is idle, and all of its 8 pages are available: nothing leaks"
+
+# %% ../nbs/14_resources.ipynb #e530d2ea
+@check("resources_misplaced")
+def check_resources_misplaced(answer):
+    "Checks who is named for pages that are lost, freed too early, or owned twice"
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.radix import RadixCache
+    from minisgl_edu.resources import CacheManager
+    def books(damage):
+        "Pages 0 and 1 cached and used by request 0, which owns 2 and 3; request 1 owns 4; 5 parts; 6 and 7 are free"
+        cache = CacheManager(8, 4, RadixCache(8, 4))
+        a, b = reqs = [Req(uid, range(16), SamplingParams(max_tokens=2)) for uid in (0, 1)]
+        a.pages, b.pages, a.shared_len = cache.allocate(4), cache.allocate(1), 8
+        cache.prefix_cache.insert(list(range(8)), a.pages[:2])
+        cache.part(cache.allocate(1), None, 0)
+        damage(cache, a, b)
+        return {page: sorted(at) for page, at in answer(cache, reqs).items()}
+    for what, damage, want in (
+        ("in order", lambda cache, a, b: None, {}),
+        ("lost (request 1 forgot page 4)", lambda cache, a, b: b.pages.clear(), {4: []}),
+        ("freed too early (page 3)", lambda cache, a, b: cache.allocator.free([3]), {3: ["free", "request 0"]}),
+        ("owned twice (page 2)", lambda cache, a, b: b.pages.append(2), {2: ["request 0", "request 1"]}),
+        ("freed while it parts (page 5)", lambda cache, a, b: cache.allocator.free([5]), {5: ["free", "parting"]})):
+        got = books(damage)
+        assert got == want, f"the books are {what}: {want} is misplaced, you give {got}"
+
+# %% ../nbs/15_prefill.ipynb #9b2480dc
+@check("prefill_steps")
+def check_prefill_steps(answer):
+    "Checks who computes how many prompt tokens in which step"
+    import torch
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.kvcache import NaivePrefixCache
+    from minisgl_edu.prefill import PrefillManager
+    from minisgl_edu.resources import CacheManager, TableManager
+    queue, steps = PrefillManager(CacheManager(50, 4, NaivePrefixCache()), TableManager(8, torch.zeros(9, 64, dtype=torch.int32), 4), 16), []
+    for uid, n in enumerate((40, 4, 4, 4)): queue.add(Req(uid, range(n), SamplingParams(max_tokens=1)))
+    while batch := queue.schedule(running=[]):
+        steps.append({r.uid: s.device_len - s.cached_len for r, s in zip(batch.reqs, batch.spans)})
+        for r in batch.reqs: r.complete_one()
+    got = [{uid: n for uid, n in step.items() if n} for step in answer]
+    for i, (ours, theirs) in enumerate(zip(steps, got)):
+        assert sum(theirs.values()) <= 16, f"step {i} has {sum(theirs.values())} tokens, over the budget of 16"
+        assert ours == theirs, f"step {i} (counted from 0) computes {ours}, you say {theirs}"
+    assert len(got) == len(steps), f"there are {len(steps)} steps, you name {len(got)}"
+
+# %% ../nbs/15_prefill.ipynb #c66d6448
+def _play_queue(manager, lens, num_pages, rows=8, budget=16, max_steps=60):
+    "Run requests of (prompt, answer) tokens, all there from the start, on pages of 4 tokens: (uid -> step in which it ended, last step, complaint of the pool)"
+    import torch
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.kvcache import NaivePrefixCache, pages_needed
+    from minisgl_edu.resources import CacheManager, TableManager
+    cache, table = CacheManager(num_pages, 4, NaivePrefixCache()), TableManager(rows, torch.zeros(rows + 1, 256, dtype=torch.int32), 4)
+    queue, running, ended = manager(cache, table, budget), [], {}
+    for uid, (n, m) in enumerate(lens): queue.add(Req(uid, range(n), SamplingParams(max_tokens=m)))
+    for step in range(max_steps):
+        batch, stuck = queue.schedule(running), []
+        for r in batch.reqs if batch else (): table.assign(r, cache.allocate(max(0, pages_needed(r.device_len, 4) - len(r.pages))))
+        for r in running:
+            try: table.assign(r, cache.allocate(max(0, pages_needed(r.device_len, 4) - len(r.pages))))
+            except MemoryError as e: stuck.append(r); complaint = str(e)
+        moved = [*(r for r in running if r not in stuck), *(batch.reqs if batch else ())]
+        if not moved: return ended, step, complaint if stuck else f"{queue.num_waiting} wait, and nobody runs" if queue.num_waiting else ""
+        for r in moved:
+            was_chunk = r.is_chunk
+            r.complete_one()
+            if was_chunk: continue
+            r.append_host(0)
+            if r not in running: running.append(r)
+            if not r.can_decode: running.remove(r); ended[r.uid] = step; cache.release(r); table.free(r.table_idx)
+    return ended, max_steps, "it goes on and on"
+
+@check("prefill_promise")
+def check_prefill_promise(answer):
+    "Checks a manager that lets two requests run into a deadlock"
+    from minisgl_edu.prefill import PrefillManager
+    lens = [(4, 8), (4, 8)]
+    ended, _, _ = _play_queue(PrefillManager, lens, 4)
+    assert len(ended) == 2, "the chapter's own manager should finish both"
+    one, _, said = _play_queue(answer, lens[:1], 4)
+    assert len(one) == 1, f"alone, a request should finish; with yours it does not ({said})"
+    ended, step, said = _play_queue(answer, lens, 4)
+    assert not ended, f"requests {sorted(ended)} finished, in the steps {sorted(ended.values())}: there is no deadlock"
+    assert "wanted" in said, f"nobody runs, but not for want of a page: {said}"
+
+# %% ../nbs/15_prefill.ipynb #65323205
+@check("prefill_shortest")
+def check_prefill_shortest(answer):
+    "Checks an order by length with a bound on waiting"
+    import torch
+    from minisgl_edu.core import Req, SamplingParams
+    from minisgl_edu.kvcache import NaivePrefixCache
+    from minisgl_edu.resources import CacheManager, TableManager
+    def fresh(budget): return answer(CacheManager(500, 4, NaivePrefixCache()), TableManager(100, torch.zeros(101, 64, dtype=torch.int32), 4), budget)
+    def req(uid, n): return Req(uid, range(n), SamplingParams(max_tokens=1))
+    def started(queue):
+        batch = queue.schedule(running=[])
+        for r in batch.reqs: r.complete_one()
+        return [r.uid for r in batch.reqs]
+    queue = fresh(8)
+    for uid, n in enumerate((8, 3, 8, 5)): queue.add(req(uid, n))
+    order = [started(queue) for _ in range(3)]
+    assert order == [[1, 3], [0], [2]], f"prompts of 8, 3, 8 and 5 tokens and a budget of 8: in three steps [[1, 3], [0], [2]] start, with yours {order}"
+    queue, patience = fresh(4), answer.patience
+    queue.add(req(0, 4))
+    for uid in range(1, 31):
+        queue.add(req(uid, 3)); queue.add(req(100 + uid, 3))
+        if 0 in started(queue):
+            assert uid > patience // 2, f"the prompt of 4 tokens started in call {uid} already, before shorter ones; its patience is {patience}"
+            assert uid <= patience + 1, f"the prompt of 4 tokens waited for {uid - 1} calls, and its patience is {patience}"
+            return
+    raise AssertionError(f"two prompts of 3 tokens arrive with every step, and the one of 4 tokens still waits after 30 calls; its patience is {patience}")
 
 # %% ../nbs/16_scheduler.ipynb #c1a18d11
 def _toy_engine(**config):
