@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -1508,3 +1508,456 @@ def check_llm_deaf(answer):
     (want, steps, _), (got, took, ended) = (run(kind, whole[at]) for kind in (Sessions, answer))
     assert (got.text, got.finish_reason, len(got.token_ids)) == (want.text, want.finish_reason, len(want.token_ids)), f"the caller should get {len(want.token_ids)} tokens that end by {want.finish_reason!r}, as before; yours gets {len(got.token_ids)} that end by {got.finish_reason!r}"
     assert took > steps and not ended, f"the request ended after {took} steps, {ended} of 1 by a stop, as it should: somebody still tells the scheduler"
+
+# %% ../nbs/21_messages.ipynb #2e88648e
+@check("list_length")
+def check_list_length(answer):
+    "Checks from which length on a list's trip is a tenth of its cost"
+    trip, item = 12, 1.0
+    share = trip / (trip + answer * item)
+    assert share <= 0.1, f"a list of {answer} costs {trip} + {answer * item:g} us, and the trip is {share:.1%} of that: still more than a tenth"
+    shorter = trip / (trip + (answer - 1) * item)
+    assert shorter > 0.1, f"{answer} are enough, but not the fewest: with {answer - 1} the trip is {shorter:.1%} of the cost. The cost is the trip and the items"
+
+# %% ../nbs/21_messages.ipynb #0cccacfa
+@check("outbox")
+def check_outbox(answer):
+    "Checks that an outbox sends each channel one list, in order, once"
+    class Road:
+        def __init__(self): self.trips = []
+        def send(self, msgs): self.trips.append(list(msgs))
+    a, b, c = Road(), Road(), Road()
+    box = answer()
+    for road, msg in ((a, 1), (b, 2), (a, 3), (a, 4)): box.put(road, msg)
+    assert not a.trips, f"put sent {a.trips} at once; it should wait for flush, or every message pays for a trip"
+    box.flush()
+    assert a.trips == [[1, 3, 4]] and b.trips == [[2]], f"put 1, 3, 4 for one channel and 2 for another, then flush: expected [[1, 3, 4]] and [[2]], you sent {a.trips} and {b.trips}"
+    box.put(c, 5)
+    box.flush(); box.flush()
+    assert len(a.trips) == 1, f"a second flush sent the first channel {a.trips[1:]} again"
+    assert c.trips == [[5]], f"5 was put, then flushed twice: expected one list [5], you sent {c.trips}"
+
+# %% ../nbs/21_messages.ipynb #a32df628
+def pausing(
+    receiver_class # `AsyncReceiver`
+):
+    "A receiver that lets others run between taking its messages and clearing its event"
+    import asyncio
+    class Pausing(receiver_class):
+        async def recv(self):
+            await self._ready.wait()
+            msgs, self._msgs = self._msgs, []
+            await asyncio.sleep(0)
+            self._ready.clear()
+            return msgs
+    return Pausing
+
+# %% ../nbs/21_messages.ipynb #e7b9ac62
+def finish(
+    coroutine,       # What to run
+    seconds:float=5  # Longest wait
+):
+    "Run a coroutine to its end, also in a notebook, whose thread has a running loop; a `TimeoutError` if it hangs"
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor(1) as pool: return pool.submit(lambda: asyncio.run(asyncio.wait_for(coroutine, seconds))).result()
+
+@check("lost_wakeup")
+def check_lost_wakeup(answer):
+    "Checks a schedule that tells a receiver which loses a wake-up from one that does not"
+    from types import SimpleNamespace
+    from minisgl_edu.messages import AsyncReceiver
+    async def verdict(receiver_class):
+        inbox, loop = [], SimpleNamespace(add_reader=lambda *a: None, remove_reader=lambda *a: None)
+        def take(block): msgs = inbox[:]; inbox.clear(); return msgs
+        receiver = receiver_class(SimpleNamespace(fileno=lambda: 0, recv=take), loop)
+        def arrive(msgs): inbox.extend(msgs); receiver._on_readable()
+        return await answer(receiver, arrive)
+    for cls, want, name in ((AsyncReceiver, False, "the chapter's receiver"), (pausing(AsyncReceiver), True, "the receiver that pauses")):
+        got = finish(verdict(cls))
+        assert isinstance(got, bool), f"return True or False: was a message missed? For {name} you return {got!r}"
+        assert got == want, f"for {name} you say {got}: " + ("it misses nothing that arrives" if not want else
+            "yet a message that arrives while it pauses is not announced any more. Let one arrive while the first recv is under way")
+
+# %% ../nbs/22_workers.ipynb #ce2d8fa6
+class Words:
+    "Stands for a `TextStream` where a token id is a word: -1 is half a character, and word `stop` ends the request"
+    def __init__(self, words, stop=None): self.words, self.stop = words, stop
+    def push(self, token_id, finish_reason):
+        stopped = token_id is not None and token_id == self.stop
+        return ("" if stopped or token_id in (None, -1) else self.words[token_id]), stopped
+
+@check("one_round")
+def check_one_round(answer):
+    "Checks how many replies and stops leave the detokenizer in one round"
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.messages import TokenMsg
+    from minisgl_edu.workers import DetokenizerLoop
+    words, params = ["The", " sea", " is", "one", " two", " three"], [None, SamplingParams(), SamplingParams(), SamplingParams(stop=[" two"])]
+    loop, seen = DetokenizerLoop(lambda p: Words(words, 4 if p.stop else None)), set()
+    msgs = []
+    for uid, token in ((1, 0), (2, -1), (1, 1), (3, 3), (3, 4), (3, 5), (1, 2)):
+        msgs.append(TokenMsg(uid, token, params=None if uid in seen else params[uid]))
+        seen.add(uid)
+    replies, stops = loop.handle(msgs)
+    told = {r.uid: r.text for r in replies}
+    assert len(answer) == 2, f"answer with a pair, (replies, stops); you give {answer!r}"
+    assert answer[0] == len(replies), (f"you say {answer[0]} replies; these leave: {told}. Tokens of one uid travel together, "
+        "half a character shows nothing, and nothing follows an end")
+    assert answer[1] == len(stops), f"you say {answer[1]} StopMsgs; these leave: {stops}"
+
+# %% ../nbs/22_workers.ipynb #8899d703
+@check("short_first")
+def check_short_first(answer):
+    "Checks that short prompts are tokenized first, and that no abort overtakes its request"
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.messages import AbortMsg, SubmitMsg, TokenizeMsg
+    asked, p = [], SamplingParams()
+    def encode(prompt): asked.append(prompt); return [len(prompt)]
+    msgs = [TokenizeMsg(1, "a" * 9, p), TokenizeMsg(2, "bb", p), AbortMsg(1), TokenizeMsg(3, "cc", p), TokenizeMsg(4, "d", p)]
+    forward, refused = answer(encode).handle(list(msgs))
+    assert asked == ["d", "bb", "cc", "a" * 9], f"the shortest first, equal ones in the order of their coming: d, bb, cc, aaaaaaaaa; you tokenize {', '.join(asked)}"
+    assert refused == [] and len(forward) == 5, f"five messages came and none is at fault; {len(forward)} leave, and {len(refused)} are refused"
+    order = [(type(m), m.uid) for m in forward]
+    assert order.index((AbortMsg, 1)) > order.index((SubmitMsg, 1)), f"the abort of request 1 leaves before the request does: {[f'{t.__name__} {uid}' for t, uid in order]}"
+
+# %% ../nbs/22_workers.ipynb #d371d2a6
+def helpful(
+    loop_class # `DetokenizerLoop`
+):
+    "A detokenizer that takes every unknown uid for a new request"
+    from dataclasses import replace
+    from minisgl_edu.core import SamplingParams
+    class Helpful(loop_class):
+        def handle(self, msgs):
+            replies, stops = [], []
+            for m in msgs:
+                if m.uid not in self.streams and m.params is None: m = replace(m, params=SamplingParams())
+                for out, new in zip((replies, stops), super().handle([m])): out += new
+            return replies, stops
+    return Helpful
+
+# %% ../nbs/22_workers.ipynb #80fdede6
+@check("ghost")
+def check_ghost(answer):
+    "Checks traffic in which a late token must be dropped"
+    from minisgl_edu.messages import ReplyMsg
+    from minisgl_edu.workers import DetokenizerLoop
+    def ends(loop_class):
+        replies = answer(loop_class(lambda p: Words(["one", " two", " three"], 1 if p.stop else None)))
+        assert all(isinstance(r, ReplyMsg) for r in replies), f"return the replies, all of them ReplyMsgs; you return {replies!r}"
+        return [(r.uid, r.finish_reason) for r in replies if r.finish_reason]
+    right, wrong = ends(DetokenizerLoop), ends(helpful(DetokenizerLoop))
+    assert [reason for _, reason in right] == ["stop"], f"the right loop should end your request once, by its stop string; it ends it with {right}"
+    assert len(wrong) == 2 and len(set(uid for uid, _ in wrong)) == 1, (f"with the helpful loop your client hears the ends {wrong}; two were wanted: "
+        "let the scheduler send something after the stop string, as it does before it has read the StopMsg")
+
+# %% ../nbs/23_server.ipynb #9d0b076b
+@check("late_reader")
+def check_late_reader(answer):
+    "Checks which pieces a reader gets who has a turn only after five replies"
+    from minisgl_edu.checks import finish
+    from minisgl_edu.messages import ReplyMsg
+    from minisgl_edu.server import Session
+    import asyncio
+    async def heard():
+        session, got = Session(0, num_choices=2), []
+        async def read():
+            async for choice, reply in session: got.append((choice, reply.text))
+        for uid, text, end in ((0, "a", None), (1, "x", None), (0, "b", None), (0, "c", "stop"), (1, "y", None)): session.deliver(ReplyMsg(uid, text, finish_reason=end))
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        session.deliver(ReplyMsg(1, "z", finish_reason="stop"))
+        await task
+        return got
+    got = finish(heard())
+    mine = [tuple(pair) for pair in answer]
+    assert len(mine) == len(got), f"the reader is given {len(got)} pieces, you say {len(mine)}: what a choice said while nobody read is one piece"
+    assert mine == got, f"the reader is given {got}, you say {mine}"
+
+# %% ../nbs/23_server.ipynb #d8b9164f
+@check("read_events")
+def check_read_events(answer):
+    "Checks a reader of server-sent events on streams that are cut anywhere"
+    import json
+    from minisgl_edu.server import sse
+    docs = [{"text": "Flamingos: 🦩\n\n"}, {"text": "data: [DONE]"}, {"text": ""}]
+    whole = b"".join(map(sse, docs)) + sse("[DONE]")
+    def cut(data, size): return iter([data[i:i + size] for i in range(0, len(data), size)])
+    for size in (len(whole), 20, 1):
+        try: got = answer(cut(whole, size))
+        except ValueError as e: raise AssertionError(f"in pieces of {size} bytes: {e}; an event, and a character too, may begin in one piece and end in the next") from None
+        assert got == docs, f"in pieces of {size} bytes, of {len(docs)} documents you give {got}"
+    try: got = answer(cut(b"".join(map(sse, docs)), 20))
+    except RuntimeError: return
+    raise AssertionError(f"the stream ended without [DONE], and you return {len(got)} documents as if it were whole; raise a RuntimeError")
+
+# %% ../nbs/23_server.ipynb #d8b6d6d9
+def careless(
+    stream_class # `EventStream`
+):
+    "An `EventStream` that calls `on_end` after the answer, and not in a `finally`"
+    from minisgl_edu.server import until_disconnect
+    class Careless(stream_class):
+        async def __call__(self, scope, receive, send):
+            await until_disconnect(receive, self._pump(send))
+            self.on_end()
+    return Careless
+
+# %% ../nbs/23_server.ipynb #dca96b79
+@check("rude_client")
+def check_rude_client(answer):
+    "Checks a client with whom only a `finally` cleans up"
+    import asyncio
+    from minisgl_edu.checks import finish
+    from minisgl_edu.server import EventStream, sse
+    async def ends(stream_class):
+        ended = []
+        async def events():
+            for i in range(3): yield sse({"text": f"{i}"})
+        try: await asyncio.wait_for(answer(stream_class(events(), lambda: ended.append(1))), 1)
+        except asyncio.TimeoutError: raise AssertionError("your client is still there after a second: its send or its receive never lets go") from None
+        except (OSError, asyncio.CancelledError): pass
+        return len(ended)
+    right, wrong = finish(ends(EventStream)), finish(ends(careless(EventStream)))
+    assert right == 1, f"with the chapter's response on_end was called {right} times; did you await response(scope, receive, send) once?"
+    assert wrong == 0, "the careless response cleans up after your client too: it stays to the end, or says goodbye. What if sending fails?"
+
+# %% ../nbs/24_launch.ipynb #df3a9d8a
+@check("bark")
+def check_bark(answer):
+    "Checks at which look a watchdog gives up a scheduler that hangs after five"
+    import multiprocessing
+    from minisgl_edu.launch import Watchdog
+    pulse, (door, knock) = [0, 0, 1], multiprocessing.Pipe(duplex=False)
+    dog = Watchdog([pulse], door)
+    for look in range(1, 100):
+        if look <= 5: pulse[0] += 1
+        if dog.look(): break
+    door.close(); knock.close()
+    assert answer == look, f"you say look {answer}, it is look {look}: look 6 is the first that finds what look 5 found, and {dog.LOOKS} such looks in a row are needed"
+
+# %% ../nbs/24_launch.ipynb #f44fb5a2
+@check("first_port")
+def check_first_port(answer):
+    "Checks that the first free of several ports is taken, and held"
+    import socket
+    from minisgl_edu.launch import bind
+    taken, free = bind("127.0.0.1", 0), bind("127.0.0.1", 0)
+    (_, busy), (_, open_port) = taken.getsockname(), free.getsockname()
+    free.close()
+    try:
+        sock = answer("127.0.0.1", [busy, open_port])
+        assert isinstance(sock, socket.socket), f"return the socket, not {sock!r}: between your look and a later bind somebody else may take the port"
+        with sock:
+            port, listens = sock.getsockname()[1], sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        assert port == open_port, f"port {busy} is taken and {open_port} is free; you return a socket on {port}"
+        assert listens, f"your socket is bound to port {port} and does not listen: another server could still be bound to it, and a client that comes now is refused"
+        try: answer("127.0.0.1", [busy])
+        except OSError as e: assert str(busy) in str(e), f"all ports were taken; your error should say which, not {str(e)!r}"
+        else: raise AssertionError(f"port {busy} is taken and there is no other; raise an OSError")
+    finally: taken.close()
+
+# %% ../nbs/24_launch.ipynb #f35f744d
+def deaf(
+    dog_class # `Watchdog`
+):
+    "A watchdog that hears nobody knock: its inbox is one into which nobody puts anything"
+    import multiprocessing
+    class Deaf(dog_class):
+        def __init__(self, pulses, inbox):
+            self.silence = multiprocessing.Pipe(duplex=False)
+            super().__init__(pulses, self.silence[0])
+    return Deaf
+
+# %% ../nbs/24_launch.ipynb #1f0ffb37
+@check("deaf_dog")
+def check_deaf_dog(answer):
+    "Checks a hang that only a watchdog which looks at the inbox notices"
+    from minisgl_edu.launch import Watchdog
+    right, wrong = bool(answer(Watchdog)), bool(answer(deaf(Watchdog)))
+    assert right, "the chapter's dog is silent in your situation: either something moves, or there is no work that anybody could see"
+    assert not wrong, "the deaf dog barks too: your scheduler's pulse says that it has work. When does a scheduler with work not know of it?"
+
+# %% ../nbs/25_tensor_parallel.ipynb #3fa817b2
+@check("kv_share")
+def check_kv_share(answer):
+    "Checks the share of a KV cache on a rank where KV heads are fewer than ranks"
+    import torch
+    from minisgl_edu.checkpoint import ModelConfig
+    from minisgl_edu.tensor_parallel import rank_bytes, rank_config
+    config = ModelConfig.from_dict(dict(architectures=["LlamaForCausalLM"], hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192))
+    def kv(size): return rank_bytes(config, torch.bfloat16, size, kv_tokens=1000) - rank_bytes(config, torch.bfloat16, size)
+    share = kv(16) / kv(1)
+    assert abs(answer - share) < 1e-9, (f"each of 16 ranks holds {share:g} of the cache, you say {answer:g}: it has {rank_config(config, 16).num_qo_heads} query heads, "
+        f"and {rank_config(config, 16).num_kv_heads} whole KV head that they read")
+
+# %% ../nbs/25_tensor_parallel.ipynb #8fbf5262
+@check("ring")
+def check_ring(answer):
+    "Checks a ring all-reduce: the sums, who sends to whom, and how often"
+    from collections import Counter
+    for n in (2, 3, 5):
+        parts, sent = [[10**k * (r + 1) for k in range(n)] for r in range(n)], Counter()
+        want = [10**k * n * (n + 1) // 2 for k in range(n)]
+        def send(r, s, value):
+            assert s == (r + 1) % n, f"rank {r} of {n} sent to rank {s}; in a ring it reaches rank {(r + 1) % n} only"
+            assert not isinstance(value, (list, tuple)), f"rank {r} sent {len(value)} numbers at once; a message is one number here"
+            sent[r] += 1
+            return value
+        answer(parts, send)
+        for r in range(n): assert parts[r] == want, f"{n} ranks: rank {r} ends with {parts[r]}, the sums are {want}"
+        most = max(sent.values())
+        assert most <= 2 * (n - 1), f"{n} ranks: the sums are right, but a rank sent {most} numbers; 2 * (n - 1) = {2 * (n - 1)} are enough: let the sums grow on their way"
+
+# %% ../nbs/25_tensor_parallel.ipynb #ae18305c
+def bias_once(
+    x, w, bias, # Whole input, weight [in, out] and bias
+    size        # Ranks, which share the input features
+):
+    "Ranks add up their products; then the bias comes on top"
+    n = x.shape[-1] // size
+    return sum(x[:, r * n:(r + 1) * n] @ w[r * n:(r + 1) * n] for r in range(size)) + bias
+
+def bias_each(
+    x, w, bias, # As above
+    size        # Ranks
+):
+    "Each rank's linear has the bias"
+    n = x.shape[-1] // size
+    return sum(x[:, r * n:(r + 1) * n] @ w[r * n:(r + 1) * n] + bias for r in range(size))
+
+# %% ../nbs/25_tensor_parallel.ipynb #3ee9e7e3
+@check("extra_bias")
+def check_extra_bias(answer):
+    "Checks a test that notices a bias added by every rank"
+    right, wrong = answer(bias_once), answer(bias_each)
+    for verdict in (right, wrong): assert isinstance(verdict, bool), f"return True (wrong) or False (right), not {verdict!r}"
+    assert not right, "you accuse `bias_once`. Sums in another order differ in the last bits of a float: allow for that, or take numbers that are exact"
+    assert wrong, "`bias_each` passes your test. On how many ranks, and with which bias, would the extra ones show?"
+
+# %% ../nbs/26_benchmark.ipynb #8471d76c
+@check("sorted_batches")
+def check_sorted_batches(answer):
+    "Checks the steps of sorted static batches, and of continuous batching"
+    lengths, places = [16, 256] * 4, 4
+    ordered, free = sorted(lengths), [0] * places
+    static = sum(max(ordered[i:i + places]) for i in range(0, len(ordered), places))
+    for n in lengths: free[free.index(min(free))] += n
+    assert len(answer) == 2, f"answer with a pair, (sorted, continuous); you give {answer!r}"
+    assert answer[0] == static, f"sorted, the batches are {ordered[:4]} and {ordered[4:]}, each as long as its longest: {static} steps; you say {answer[0]}"
+    assert answer[1] == max(free), f"with continuous batching the places are busy for {free} steps, so it takes {max(free)}; you say {answer[1]}"
+
+# %% ../nbs/26_benchmark.ipynb #d3cf0ae4
+@check("goodput")
+def check_goodput(answer):
+    "Checks requests per second that kept both promises"
+    def result(ttft, gaps, tokens): return dict(ttft_ms=ttft, gaps_ms=gaps, completion_tokens=tokens)
+    good, late, slow = result(100.0, [10.0] * 4, 5), result(900.0, [10.0] * 4, 5), result(100.0, [80.0] * 4, 5)
+    pieces, single = result(100.0, [60.0, 60.0], 7), result(100.0, [], 1)
+    def ask(*results): return answer(list(results), 2.0, 500, 50)
+    for results, want, why in (((good, good, good), 1.5, "three good requests in 2 s"), ((good, late), 0.5, "one of them has its first token after 900 ms"),
+            ((good, slow), 0.5, "one of them takes 80 ms a token"), ((late, slow), 0.0, "each broke one promise, and both are asked for"),
+            ((pieces,), 0.5, "7 tokens in 3 pieces 60 ms apart: 120 ms for 6 tokens after the first are 20 ms a token"), ((single,), 0.5, "one token has no gaps, and came in time")):
+        try: got = ask(*results)
+        except ZeroDivisionError: raise AssertionError(f"you divide by zero ({why})") from None
+        assert abs(got - want) < 1e-9, f"{why}: {want:g} requests/s, you give {got:g}"
+
+# %% ../nbs/26_benchmark.ipynb #169b4354
+def one_after_the_other(
+    workload, # As `compare` takes it
+    peers,    # Name -> `serve(workload)`
+    repeats   # Rounds
+):
+    "`compare` without turns: each peer has all its rounds, then the next one"
+    import statistics
+    times = {name: [serve(workload) for _ in range(repeats)] for name, serve in peers.items()}
+    first = next(iter(times.values()))
+    return [dict(peer=name, ratio=statistics.median(b / a for a, b in zip(first, mine))) for name, mine in times.items()]
+
+# %% ../nbs/26_benchmark.ipynb #9648abf3
+@check("drift")
+def check_drift(answer):
+    "Checks a pretended machine on which peers must take turns"
+    from minisgl_edu.benchmark import compare, equal_workload
+    workload = equal_workload(1, 4, 10, 100)
+    turns, blocks = answer(compare, workload), answer(one_after_the_other, workload)
+    assert abs(turns - 1) <= 0.1, f"in turns your two peers differ by {turns - 1:+.0%}: either they are not equal, or the machine changes too much from one call to the next"
+    assert abs(blocks - 1) > 0.2, f"one after the other they differ by {blocks - 1:+.0%}, too little to mislead anybody: let the machine change from call to call, whoever calls"
+
+# %% ../nbs/27_cli.ipynb #ff7a8e32
+@check("exit_codes")
+def check_exit_codes(answer):
+    "Checks five exit codes against those of the command itself"
+    import contextlib, io
+    from minisgl_edu.cli import main
+    lines = ["serve --page-size zero", "serve --page-size 0", "--version", "shell --max-tokens", "fetch --model no/such/dir/here"]
+    assert len(answer) == len(lines), f"{len(lines)} commands have {len(lines)} exit codes; you give {len(answer)}"
+    for line, mine in zip(lines, answer):
+        out = io.StringIO()
+        with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
+            try: code = main(line.split())
+            except SystemExit as e: code = e.code or 0
+        assert mine == code, f"minisgl-edu {line}: you say {mine}, it ends with {code} and the words: {out.getvalue().strip().splitlines()[-1]}"
+
+# %% ../nbs/27_cli.ipynb #6cf7238d
+@check("undo")
+def check_undo(answer):
+    "Checks a shell that takes back its last turn"
+    from contextlib import contextmanager
+    from minisgl_edu.llm import Output
+    class Parrot:
+        @contextmanager
+        def stream(self, messages, params):
+            class Pieces(list): output = Output(f"{messages[-1]['content']}!", [1], "stop", [0] * len(messages), 0)
+            yield Pieces([f"{messages[-1]['content']}!"])
+    said = []
+    chat = answer(Parrot(), {"temperature": 0.0, "max_tokens": None}, said.append)
+    def state(): return [m["content"] for m in chat.messages]
+    def type_in(*lines):
+        for line in lines:
+            try: stays = chat.take(line)
+            except (IndexError, TypeError) as e: raise AssertionError(f"{line} with the conversation {state()} raised {e!r}: the shell would end with a traceback") from None
+            assert stays, f"{line} ends the shell"
+    type_in("one", "two", "/undo")
+    assert state() == ["one", "one!"], f"after one, two, /undo the conversation should be ['one', 'one!'], it is {state()}"
+    type_in("three")
+    assert state() == ["one", "one!", "three", "three!"], f"three comes after the undo: expected one, one!, three, three!, you have {state()}"
+    type_in("/undo", "/undo")
+    assert state() == [], f"two turns, two undos: nothing is left but {state()}"
+    said.clear()
+    type_in("/undo")
+    assert state() == [] and "".join(said).startswith("error: "), f"there is nothing to take back; say so by an error, not {''.join(said)!r}"
+
+# %% ../nbs/27_cli.ipynb #8629cec6
+def with_default(
+    default # Of a flag's field
+):
+    "An `add_flags` whose flags have defaults"
+    def add(parser, flags):
+        from minisgl_edu.cli import add_flags
+        add_flags(parser, flags)
+        for action in parser._actions:
+            if action.dest in {f.field for f in flags}: action.default = default(action.dest)
+    return add
+
+def with_none(parser, flags):
+    "Whatever is not given is None"
+    with_default(lambda field: None)(parser, flags)
+
+def with_copies(parser, flags):
+    "Whatever is not given is what `EngineConfig` has for it"
+    import dataclasses
+    from minisgl_edu.engine import EngineConfig
+    with_default({f.name: f.default for f in dataclasses.fields(EngineConfig)}.get)(parser, flags)
+
+# %% ../nbs/27_cli.ipynb #6943fcad
+@check("one_default")
+def check_one_default(answer):
+    "Checks a test that notices a default in a second place"
+    from minisgl_edu.cli import add_flags
+    for add, want in ((add_flags, True), (with_none, False), (with_copies, False)):
+        got = answer(add)
+        assert isinstance(got, bool), f"return True or False, not {got!r}"
+        assert got == want, f"for `{add.__name__}` your test says {got}: " + ("it is the chapter's own and all is well" if want else "with an empty command line, what should be given, and what is?")

@@ -1647,7 +1647,7 @@ def launch(device="cpu", quick=False, seed=0):
             with ThreadPoolExecutor(len(due)) as pool: rows.append(_load_row(rate, list(pool.map(lambda d: _piece_times(server.url, body, d), due))))
     return rows
 
-# %% ../nbs/25_tensor_parallel.ipynb #828be01f
+# %% ../nbs/25_tensor_parallel.ipynb #eec241b8
 @experiment("25_tensor_parallel", title="Decoding on several ranks", units={"step_ms": "ms", "alone_ms": "ms", "rank_mb": "MB", "read_gb_s": "GB/s"})
 def tensor_parallel(device="cpu", quick=False, seed=0):
     "Step time with and without the exchanges, and memory per rank, for 1 to 4 ranks"
@@ -1662,7 +1662,7 @@ def tensor_parallel(device="cpu", quick=False, seed=0):
     try: rank_device(device, 0, 2)
     except ValueError as e: return [dict(note=str(e), step_ms=None, alone_ms=None, rank_mb=None, read_gb_s=None)]
     options = dict(device=device, dtype="float32", num_pages=64, max_running_requests=8, max_seq_len=128, cuda_graph_max_bs=0)  # a graph would exchange, alone or not
-    c, rows = measure_ceilings(device, torch.float32, quick=quick), []
+    c, rows, steps = measure_ceilings(device, torch.float32, quick=quick), [], 4 if quick else 12
     with tempfile.TemporaryDirectory() as folder:
         raw = ModelConfig.from_dir(default_model()).raw | dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
         (Path(folder)/"config.json").write_text(json.dumps(raw))
@@ -1671,13 +1671,13 @@ def tensor_parallel(device="cpu", quick=False, seed=0):
             for size in sizes:
                 try: rank_device(device, 0, size)
                 except ValueError: continue  # not so many GPUs
-                ranks = run_ranks(time_rank, size, options | model, [1, 8], 4 if quick else 24, timeout=300, device=device)
+                ranks = run_ranks(time_rank, size, options | model, [1, 8], steps, timeout=300, device=device)
                 for i, batch in enumerate((1, 8)):
                     mine = [r[i] for r in ranks]
                     low, mid, high = quantiles([t for r in mine for t in r["together"]], n=4)
                     rows.append(dict(model=name, ranks=size, batch=batch, step_ms=mid, low_ms=low, high_ms=high,
                         alone_ms=quantiles([t for r in mine for t in r["alone"]], n=4)[1], read_gb_s=c.read_gb_s, tflop_s=c.matmul_tflop_s,
-                        rank_mb=mine[0]["weight_bytes"] / 1e6, kv_mb=mine[0]["kv_bytes"] / 1e6))
+                        rank_mb=mine[0]["weight_bytes"] / 1e6, kv_mb=mine[0]["kv_bytes"] / 1e6, repeats=steps))
     return rows
 
 # %% ../nbs/26_benchmark.ipynb #e071e847
