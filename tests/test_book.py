@@ -89,6 +89,16 @@ def test_the_instructors_table_finds_every_exercise():
         assert theirs == [e[:2] for e in test_exercises.BOOKS[path.stem]], path.stem
 
 
+def test_the_readme_tells_the_recorded_speeds():
+    "Its table is that of the measurement file, and its links lead somewhere"
+    from minisgl_edu.draw import speed_table
+    readme = (NBS.parent / "README.md").read_text(encoding="utf-8")
+    record = json.loads((NBS / "measurements" / "cpu" / "benchmark.json").read_text(encoding="utf-8"))
+    wanted = [line for line in speed_table(record).data.splitlines() if line.startswith("|")][2:]
+    assert len(wanted) >= 3 and not [line for line in wanted if line not in readme.splitlines()]
+    assert not [link for link in links(readme) if not link.startswith("http") and not (NBS.parent / link).exists()]
+
+
 # ---- the static edition
 
 @pytest.fixture(scope="module")

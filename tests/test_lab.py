@@ -55,7 +55,7 @@ def browser():
 def page(browser, lab):
     context = browser.new_context(viewport={"width": 1300, "height": 1000})
     page = context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(120_000)
     yield page
     context.close()
 
@@ -68,24 +68,20 @@ def open_notebook(page, lab, name):
     page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
 
 
-def command(page, label):
-    "By the command palette, as with Ctrl-Shift-C"
-    page.keyboard.press("Control+Shift+c")
-    page.wait_for_selector(".lm-CommandPalette-input:visible")
-    page.keyboard.type(label)
-    page.wait_for_selector(f".lm-CommandPalette-item.lm-mod-active:has-text('{label}')")
-    page.keyboard.press("Enter")
+def menu(page, name, label):
+    "Choose an entry of the menu bar"
+    page.click(f".lm-MenuBar-itemLabel:text-is('{name}')")
+    page.click(f".lm-Menu-itemLabel:has-text('{label}')")
 
 
-def run_all(page, folder, name, seconds=90):
+def run_all(page, folder, name, seconds=240):
     "Restart the kernel, run all cells, save; the saved notebook once its last cell has run"
     path = folder / f"{name}.ipynb"
-    command(page, "Restart Kernel and Run All Cells")
-    page.wait_for_selector(".jp-Dialog .jp-mod-accept")
-    page.keyboard.press("Enter")
+    menu(page, "Kernel", "Restart Kernel and Run All Cells")
+    page.click(".jp-Dialog .jp-mod-accept")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        page.wait_for_timeout(500)
+        page.wait_for_timeout(1000)
         page.keyboard.press("Control+s")
         cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
         if cells[-1]["execution_count"] is not None or any(o["output_type"] == "error" for c in cells for o in c["outputs"]): return cells
@@ -126,7 +122,7 @@ def test_what_a_notebook_started_stops_with_its_kernel(page, lab):
     words = "".join(cells[0]["outputs"][-1].get("text", "")).split()
     workers = set(map(int, words[words.index("workers") + 1:]))
     assert workers and workers <= descendants(process.pid)
-    command(page, "Shut Down Kernel")
+    menu(page, "Kernel", "Shut Down Kernel")
     for _ in range(150):
         if not workers & descendants(process.pid) and not any(Path(f"/proc/{p}").exists() for p in workers): break
         time.sleep(0.2)

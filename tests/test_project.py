@@ -1,5 +1,5 @@
 "The house rules: who imports whom, notebooks and modules in step, size, what the package needs, and clean outputs"
-import ast, io, json, re, subprocess, symtable, sys, tokenize
+import ast, io, json, os, re, shutil, subprocess, symtable, sys, tokenize
 from pathlib import Path
 
 import pytest
@@ -219,6 +219,32 @@ def test_imports_without_the_product():
 def test_blocking_blocks():
     "The two tests above can fail"
     with pytest.raises(AssertionError, match="matplotlib"): import_without(["draw"], DEV_TOOLS)
+
+
+def test_an_installed_package_stands_alone(tmp_path):
+    "`pip install .`, and away from the checkout: the parts to study and the page to serve, without nbdev, Jupyter or a GPU"
+    pytest.importorskip("setuptools")
+    for name in ("settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE"): shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "minisgl_edu", ignore=shutil.ignore_patterns("__pycache__"))
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--target", str(site), str(tmp_path)]
+    done = subprocess.run(pip, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    code = f"""import sys
+for name in {DEV_TOOLS!r}: sys.modules[name] = None
+sys.path.insert(0, {str(site)!r})
+from minisgl_edu.radix import RadixCache
+cache = RadixCache(8, 1)
+cache.insert([1, 2, 3], [0, 1, 2])
+from minisgl_edu import LLM, SamplingParams, start_server
+from minisgl_edu.server import demo_page
+import minisgl_edu, torch
+print(minisgl_edu.__file__, cache.match_prefix([1, 2, 9]).pages, torch.cuda.is_available(), len(demo_page()) > 1000)"""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
+    out = subprocess.run([sys.executable, "-c", code], cwd=site.parent.parent, env=env, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.split() == [str(site / "minisgl_edu" / "__init__.py"), "[0,", "1]", "False", "True"]
+    assert "minisgl-edu = minisgl_edu.cli:main" in next(site.glob("minisgl_edu-*.dist-info/entry_points.txt")).read_text()
 
 
 def test_imports_are_lazy():
