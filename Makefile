@@ -48,6 +48,7 @@ fetch: $(READY)
 	@$(BIN)/minisgl-edu fetch $(ARGS)
 
 lab: $(READY)
+	@cd nbs && ../$(BIN)/jupyter trust *.ipynb > /dev/null  # or JupyterLab hides stored SVG, the map of the engine
 	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) index.ipynb
 
 bench: $(READY)

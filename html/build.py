@@ -1,7 +1,7 @@
 """The book as web pages: `python html/build.py OUT` renders every notebook, with links to the page before and the page after.
 
 nbconvert does the work; the template in `html/book` adds the navigation and makes it fit a phone."""
-import argparse, re
+import argparse, re, shutil
 from html import escape
 from pathlib import Path
 
@@ -33,12 +33,12 @@ def for_readers(notebook):
 
 def build(out, stems):
     "Write one page for each notebook"
-    exporter = HTMLExporter(template_name="book", extra_template_basedirs=[str(HERE)], exclude_input_prompt=True, exclude_output_prompt=True,
-                            embed_images=True)
+    exporter = HTMLExporter(template_name="book", extra_template_basedirs=[str(HERE)], exclude_input_prompt=True, exclude_output_prompt=True)
     books = {s: for_readers(nbformat.read(NBS / f"{s}.ipynb", as_version=4)) for s in stems}
     titles = {s: re.search(r"^# (.+)$", prose(nb), re.M)[1].replace("`", "") for s, nb in books.items()}
     pages = [(s, escape(titles[s])) for s in stems]
     out.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(NBS / "images", out / "images", dirs_exist_ok=True)  # nbconvert's `embed_images` would tear folds apart
     for i, stem in enumerate(stems):
         nb = books[stem]
         nb.metadata["title"] = titles[stem]
