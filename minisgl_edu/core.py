@@ -64,7 +64,7 @@ def check_bias(
         check_number("logit_bias", addend, -100, 100)
     return pairs
 
-# %% ../nbs/01_core.ipynb #d2df5906
+# %% ../nbs/01_core.ipynb #31c674a4
 @dataclass(frozen=True)
 class SamplingParams:
     "How to choose the next tokens, and when to stop; checked when made"
@@ -79,7 +79,7 @@ class SamplingParams:
     skip_special_tokens: bool = True # Leave special tokens out of the text
     presence_penalty: float = 0.0    # Taken off the score of every token that the answer has already, in [-2, 2]
     frequency_penalty: float = 0.0   # Taken off once for each time that the answer has it, in [-2, 2]
-    repetition_penalty: float = 1.0  # Divides positive scores of tokens in prompt or answer, multiplies negative ones; in (0, 100]
+    repetition_penalty: float = 1.0  # Divides positive scores of tokens in prompt or answer, multiplies negative ones; in [1e-6, 100]
     logit_bias: Mapping[int,float]|Sequence[tuple[int,float]] = () # Added to the scores of these token ids, in [-100, 100]
     logprobs: int|None = None        # Tell the log-probability of each token and of this many likeliest ones, 0 to 20; None tells nothing
 
@@ -88,7 +88,7 @@ class SamplingParams:
         check_number("top_p", self.top_p, 0, 1, open_low=True)
         check_number("min_p", self.min_p, 0, 1)
         for name in ("presence_penalty", "frequency_penalty"): check_number(name, getattr(self, name), -2, 2)
-        check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        check_number("repetition_penalty", self.repetition_penalty, 1e-6, 100)
         if self.logprobs is not None: check_number("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
         object.__setattr__(self, "logit_bias", check_bias(self.logit_bias))
         if self.top_k != -1 or isinstance(self.top_k, bool): check_number("top_k", self.top_k, 1, 2**31 - 1, whole=True)

@@ -26,7 +26,7 @@ __all__ = ['ServerConfig', 'check_travels', 'check_ranks', 'check_main', 'bind',
 # %% ../nbs/24_launch.ipynb #b77bf73d
 _log = logging.getLogger(__name__)
 
-# %% ../nbs/24_launch.ipynb #b43e01b1
+# %% ../nbs/24_launch.ipynb #7d79405b
 @dataclass
 class ServerConfig(EngineConfig):
     "What a server needs to know, on top of its engine"
@@ -42,7 +42,7 @@ class ServerConfig(EngineConfig):
     api_key: str|None = field(default=None, repr=False) # What clients must show; None is $MINISGL_API_KEY, or no key
     cors_origins: str|None = None   # Web sites whose pages may call the server, with commas between; None is none
     tp: int = 1                     # Ranks that share the model, a process each
-    watchdog_seconds: float = 60.0  # A scheduler that has work and stands still for this long is given up; must be longer than one layer of a chunk takes
+    watchdog_seconds: float = 60.0  # A worker that has work and stands still for this long is given up; at least 1, and longer than one layer of a chunk takes
 
     def __post_init__(self):
         super().__post_init__()
@@ -57,7 +57,8 @@ class ServerConfig(EngineConfig):
         if self.api_key is not None:
             self.api_key = self.api_key.strip()
             if not self.api_key: raise ValueError("api_key is empty: leave it out to let everybody in")
-        check_number("watchdog_seconds", self.watchdog_seconds, 0, open_low=True)
+        if not self.watchdog_seconds >= 1: raise ValueError(f"watchdog_seconds must be at least 1, got {self.watchdog_seconds}: one layer of a long chunk may take so long, and is no reason to give up")
+        check_number("watchdog_seconds", self.watchdog_seconds, 1)
         check_number("tp", self.tp, 1, whole=True)
 
     def engine_config(self)->EngineConfig:
@@ -149,9 +150,9 @@ class _Worker:
         if code is not None and code < 0: return f"killed by signal {-code} ({signal.Signals(-code).name})"
         return f"ended with exit code {code}"
 
-# %% ../nbs/24_launch.ipynb #22d21106
+# %% ../nbs/24_launch.ipynb #e8859e94
 class Watchdog:
-    "Barks when there is work and no scheduler moves"
+    "Barks when there is work and no rank moves; a tokenizer or detokenizer is a rank alone"
     LOOKS = 8 # as often as this it looks before it barks
 
     def __init__(self,
@@ -169,7 +170,7 @@ class Watchdog:
         come = [(rounds, calls) for calls, rounds, _ in now]  # how far each has come
         return [rank for rank, c in enumerate(come) if c == min(come)]
 
-# %% ../nbs/24_launch.ipynb #be870e38
+# %% ../nbs/24_launch.ipynb #5865c531
 class Workers:
     "All worker processes of one server, and the channels between them"
     def __init__(self,
@@ -183,8 +184,9 @@ class Workers:
         place, ctx = f"file://{self.meet.name}/ranks" if self.meet else "", multiprocessing.get_context("spawn")
         self.seats = [Seat(r, config.tp, place, ctx.RawArray("q", 3)) for r in range(config.tp)]
         self.plan = [(f"scheduler-{s.rank}" if s.rank else "scheduler", scheduler_worker, self.to_scheduler, config.engine_config(), s) for s in self.seats]
-        self.plan += [(f"tokenizer-{i}", tokenizer_worker, c, None, Seat()) for i, c in enumerate(self.to_tokenizers)]
-        self.plan += [("detokenizer", detokenizer_worker, self.to_detokenizer, None, Seat())]
+        def alone(): return Seat(pulse=ctx.RawArray("q", 3))
+        self.plan += [(f"tokenizer-{i}", tokenizer_worker, c, None, alone()) for i, c in enumerate(self.to_tokenizers)]
+        self.plan += [("detokenizer", detokenizer_worker, self.to_detokenizer, None, alone())]
         self.model_dir, self.all = str(model_dir), []
 
     def start(self):
@@ -215,17 +217,19 @@ class Workers:
 
     def watch(self,
         wake:Connection, # Turns readable when the server is told to stop
-        patience:float   # How long schedulers with work may stand still (s)
+        patience:float   # How long workers with work may stand still (s)
     )->str|None: # Who ended and why; None when told to stop
         "Sleep until a worker ends or hangs, or somebody wants to stop"
-        dog = Watchdog([s.pulse for s in self.seats], self.to_scheduler)
+        n = len(self.seats)
+        packs = [(self.all[:n], Watchdog([s.pulse for s in self.seats], self.to_scheduler))]
+        packs += [([w], Watchdog([seat.pulse], inbox)) for w, (_, _, inbox, _, seat) in zip(self.all[n:], self.plan[n:])]
         while True:
-            ready = wait([wake, *(w.control for w in self.all)], patience / dog.LOOKS)
+            ready = wait([wake, *(w.control for w in self.all)], patience / Watchdog.LOOKS)
             for w in self.all:
                 if not w.listen(): return f"{w.name} died: {w.failure}"
             if wake in ready: return None
-            if not ready and (behind := dog.look()):
-                return f"{', '.join(self.all[r].name for r in behind)} hung: there is work, and nothing moved for {patience:g} s"
+            for pack, dog in packs if not ready else ():
+                if behind := dog.look(): return f"{', '.join(pack[r].name for r in behind)} hung: there is work, and nothing moved for {patience:g} s"
 
     def stop(self):
         "End every worker; kill what does not listen"

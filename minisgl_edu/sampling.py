@@ -159,7 +159,7 @@ def adjust(
     scores.scatter_(1, ids, at).index_put_((here(by.biased), here(by.bias_ids)), here(by.biases).to(scores.dtype), accumulate=True)
     return logits.index_copy(0, rows, scores)
 
-# %% ../nbs/11_sampling.ipynb #b2ca38af
+# %% ../nbs/11_sampling.ipynb #541a63b5
 def _adjustments(
     reqs:Sequence[Req],              # The rows of the batch
     token_pool:torch.Tensor|None,    # [rows, max_len] the tokens of every table row; only passed on, never read here
@@ -175,7 +175,7 @@ def _adjustments(
     def whole(values): return tensor(values, torch.int64)
     return Adjustments(whole(rows), whole([r.table_idx for r in asking] if token_pool is not None else range(len(asking))),
         whole([r.prompt_len for r in asking]), whole([r.device_len for r in asking]),
-        tensor([(max(r.params.repetition_penalty, 1e-6), r.params.frequency_penalty, r.params.presence_penalty) for r in asking], torch.float64),
+        tensor([(r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty) for r in asking], torch.float64),
         whole(biased), whole(ids), tensor(addends, torch.float64), pool, max(r.device_len for r in asking))
 
 # %% ../nbs/11_sampling.ipynb #be03cb39

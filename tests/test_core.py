@@ -18,7 +18,7 @@ NAN, INF = float("nan"), math.inf
     ("top_k", 0), ("top_k", -2), ("top_k", 1.5), ("top_k", True), ("top_k", None),
     ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 2.0), ("max_tokens", True), ("max_tokens", "8"),
     ("seed", 1.0), ("seed", 2**64), ("seed", "x"), ("ignore_eos", 1), ("skip_special_tokens", None),
-    ("presence_penalty", 2.1), ("presence_penalty", NAN), ("frequency_penalty", -2.01), ("frequency_penalty", "1"), ("repetition_penalty", 0), ("repetition_penalty", -1),
+    ("presence_penalty", 2.1), ("presence_penalty", NAN), ("frequency_penalty", -2.01), ("frequency_penalty", "1"), ("repetition_penalty", 0), ("repetition_penalty", 1e-7), ("repetition_penalty", -1),
     ("repetition_penalty", INF), ("repetition_penalty", 101), ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", 1.0),
     ("logit_bias", 3), ("logit_bias", [1]), ("logit_bias", "7"), ("logit_bias", {"7": 1}), ("logit_bias", {-1: 1}), ("logit_bias", {True: 1}), ("logit_bias", {7: 100.5}),
     ("logit_bias", {7: NAN}), ("logit_bias", {7: None}), pytest.param("logit_bias", {i: 1 for i in range(301)}, id="logit_bias-long"), ("logit_bias", {7.0: 1}),

@@ -1,5 +1,5 @@
 "Starting and ending: the port first, the worker's own reason, signals, kills; and never a process left behind"
-import asyncio, gc, json, multiprocessing, os, shutil, signal, socket, subprocess, sys, threading, time
+import asyncio, gc, json, multiprocessing, os, shutil, signal, socket, subprocess, sys, tempfile, threading, time
 from pathlib import Path
 
 import httpx
@@ -122,7 +122,7 @@ def complete(url, **body): return httpx.post(f"{url}/v1/completions", json={"pro
 
 @pytest.mark.parametrize("options, word", [
     (dict(port=70000), "port"), (dict(num_tokenizers=0), "num_tokenizers"), (dict(drain_seconds=-1), "drain_seconds"), (dict(start_timeout=0), "start_timeout"),
-    (dict(tp=0), "tp"), (dict(watchdog_seconds=0), "watchdog_seconds"), (dict(page_size=0), "page_size"), (dict(cache="lru"), "lru")])
+    (dict(tp=0), "tp"), (dict(watchdog_seconds=0.9), "watchdog_seconds.*one layer"), (dict(watchdog_seconds=float("nan")), "watchdog_seconds"), (dict(page_size=0), "page_size"), (dict(cache="lru"), "lru")])
 def test_bad_values_are_refused_by_name(options, word):
     with pytest.raises(ValueError, match=word): start_server(**options)
 
@@ -265,12 +265,16 @@ def test_a_killed_worker_ends_streams_and_server(model):
 
 
 def test_a_killed_server_leaves_nobody(model):
+    "No process, and where two ranks met, no directory"
+    def meeting_places(): return set(Path(tempfile.gettempdir()).glob("minisgl-*"))
+    before = meeting_places()
     with Served(model, tp=2) as a:
         a.ready()
+        mine = meeting_places() - before
         Reader(a.url, 3000).started()
         os.kill(a.process.pid, signal.SIGKILL)
         code, _ = a.ended(25)
-        assert code == -signal.SIGKILL
+        assert code == -signal.SIGKILL and mine and not mine & meeting_places()
 
 
 def test_a_worker_that_dies_under_a_handle_is_named(model):
@@ -278,6 +282,19 @@ def test_a_worker_that_dies_under_a_handle_is_named(model):
     os.kill(server.pids["tokenizer-0"], signal.SIGKILL)
     assert server.done.wait(25) and "tokenizer-0" in server.failure
     server.stop()
+    assert not children()
+
+
+@pytest.mark.parametrize("victim", ["tokenizer-0", "detokenizer"])
+def test_a_text_worker_that_stands_still_is_given_up_when_there_is_work(model, victim):
+    server = start_server(model=model, watchdog_seconds=2, **OPTIONS)
+    try:
+        os.kill(server.pids[victim], signal.SIGSTOP)
+        assert not server.done.wait(4), "idle is no crime"
+        request = Reader(server.url, 2000)
+        assert server.done.wait(60) and server.failure.startswith(f"{victim} hung"), server.failure
+        assert not request.finished(60).done
+    finally: server.stop()
     assert not children()
 
 

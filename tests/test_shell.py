@@ -60,6 +60,34 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_was_said():
     assert [m["content"] for m in chat.messages] == ["Tell me", "Once"]
 
 
+def test_help_tells_the_defaults(capsys):
+    def told(command):
+        with pytest.raises(SystemExit): main([command, "--help"])
+        return " ".join(capsys.readouterr().out.split())
+    text = told("serve")
+    for flag, default in (("PORT", 1919), ("PAGE-SIZE", 16), ("MEMORY-RATIO", 0.9), ("WATCHDOG-SECONDS", 60.0), ("POLICY", "prefill-first"), ("HOST", "127.0.0.1")):
+        assert re.search(rf"{flag}\b[^()]*(\([^()]*\) )?[^()]*\({default}\)", text), (flag, text)
+    assert "(None)" not in text and "(False)" not in text
+    text = told("generate")
+    assert "is greedy (0.0)" in text and "(-1)" in text and "same text (" not in text
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.7, 1.2, 2.0])
+def test_ctrl_c_while_it_loads_is_no_traceback(seconds):
+    code = "import sys; print('up', flush=True); from minisgl_edu.cli import main; sys.exit(main(['serve', '--model', '/nowhere/at/all', '--port', '0']))"
+    p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert p.stdout.readline() == "up\n"
+    time.sleep(seconds)
+    p.send_signal(2)
+    _, err = p.communicate(timeout=60)
+    assert "Traceback" not in err and p.returncode in (130, 1, 0), (p.returncode, err)
+
+
+def test_the_command_line_alone_loads_no_torch():
+    code = "import sys, minisgl_edu.cli as c; c.build_parser().parse_args(['serve', '--port', '0']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_a_bad_flag_ends_the_shell_at_once(model_dir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     assert main(["shell", "--model", str(model_dir), "--top-p", "7", *FLAGS[:2]]) == 1

@@ -309,16 +309,25 @@ def test_the_page_map_is_made_only_while_somebody_looks():
     assert "pages" not in loop.new_stats(now + 60)[0].stats
 
 
-def test_equal_prompts_in_a_row_are_read_once():
-    "The choices of one request cost one tokenization, also when it is refused"
+def test_the_answers_to_one_prompt_cost_one_reading():
+    "Also when it is refused: then each of them hears why"
     read = []
     def encode(prompt):
         read.append(prompt)
         if prompt == "bad": raise RequestError("too long", "prompt")
         return [len(read)]
-    loop = TokenizerLoop(encode)
-    forward, refused = loop.handle([TokenizeMsg(i, "good", P) for i in range(5)])
-    assert [m.input_ids for m in forward] == [[1]] * 5 and not refused and read == ["good"]
-    forward, refused = loop.handle([TokenizeMsg(i, "bad", P) for i in range(5)])
-    assert not forward and [m.error.message for m in refused] == ["too long"] * 5 and read == ["good", "bad"]
-    assert loop.handle([TokenizeMsg(9, "good", P)])[0][0].input_ids == [3]
+    loop, others = TokenizerLoop(encode), tuple(SamplingParams(seed=k) for k in range(4))
+    forward, refused = loop.handle([TokenizeMsg(10, "good", P, others), AbortMsg(12)])
+    assert forward == [SubmitMsg(10 + k, [1], p) for k, p in enumerate((P, *others))] + [AbortMsg(12)] and not refused and read == ["good"]
+    forward, refused = loop.handle([TokenizeMsg(20, "bad", P, others)])
+    assert not forward and [(m.uid, m.error.message) for m in refused] == [(20 + k, "too long") for k in range(5)] and read == ["good", "bad"]
+
+
+def test_an_end_token_has_no_log_probability(detok, tokenizer):
+    "It is no text; a last token that is text has one"
+    params = SamplingParams(logprobs=0)
+    for finish, extra, shown in (("stop", [tokenizer.eos_token_id], 2), ("length", [], 2)):
+        ids, msgs = tokens_of(tokenizer, 1, "Paris.", params, finish, extra)
+        replies, _ = run(detok, [[replace(m, logprobs=TokenLogprobs(-1.0, ()))] for m in msgs])
+        told = [t for r in replies for t in r.logprobs or ()]
+        assert "".join(t.token for t in told) == "Paris." and len(told) == shown and replies[-1].completion_tokens == len(ids)
