@@ -120,7 +120,7 @@ class FailMsg:
 class ShutdownMsg:
     "Launcher to worker: end now"
 
-# %% ../nbs/21_messages.ipynb #e011f9ab
+# %% ../nbs/21_messages.ipynb #46b5bf41
 class Channel:
     "One-way road for messages into one process; any number of processes may send"
     MOST = 4096  # messages one `recv` returns at most, roughly: a fast sender must not keep the reader from its work
@@ -128,11 +128,11 @@ class Channel:
 
     def __init__(self):
         ctx = multiprocessing.get_context("spawn")
-        self.__setstate__((*ctx.Pipe(duplex=False), ctx.Lock()))
+        self.__setstate__((ctx.SimpleQueue(), ctx.Lock()))
 
-    def __getstate__(self): return self._reader, self._writer, self._turn
-    def __setstate__(self, ends):
-        self._reader, self._writer, self._turn = ends  # whoever writes holds `_turn`, in whatever process
+    def __getstate__(self): return self._queue, self._turn
+    def __setstate__(self, parts):
+        self._queue, self._turn = parts  # whoever writes holds `_turn`, in whatever process
         self._late, self._changed, self._thread = deque(), threading.Condition(), None
 
     def send(self,
@@ -152,8 +152,8 @@ class Channel:
     def _write_now(self, data:bytes)->bool: # False: it might have to wait
         if len(data) > self.ROOM or not self._turn.acquire(False): return False
         try:
-            if self._reader.poll(): return False
-            self._writer.send_bytes(data)
+            if not self._queue.empty(): return False
+            self._queue.put(data)
             return True
         finally: self._turn.release()
 
@@ -164,10 +164,10 @@ class Channel:
                 with self._changed:
                     while not self._late: self._changed.wait()
                     if (data := self._late[0]) is None: return
-                with self._turn: self._writer.send_bytes(data)
+                with self._turn: self._queue.put(data)
                 with self._changed: self._late.popleft()
         except OSError: pass  # nobody can read any more
-        finally: self._writer.close()
+        finally: self._queue._writer.close()
 
     def recv(self,
         block:bool=True,          # Wait for the first message?
@@ -175,22 +175,22 @@ class Channel:
     )->list: # Everything that is there, oldest first; empty if nothing came
         "All messages that are ready; only for one process, and one thread of it"
         msgs, patience = [], timeout if block else 0
-        while len(msgs) < self.MOST and self._reader.poll(patience):
-            msgs += pickle.loads(self._reader.recv_bytes())
+        while len(msgs) < self.MOST and self._queue._reader.poll(patience):
+            msgs += pickle.loads(self._queue.get())
             patience = 0
         return msgs
 
     def fileno(self)->int:
         "The descriptor that turns readable when a message comes"
-        return self._reader.fileno()
+        return self._queue._reader.fileno()
 
     def close(self):
         "Give back this process's ends, the writing one when all is written"
-        self._reader.close()
+        self._queue._reader.close()
         with self._changed:
             self._late.append(None)
             self._changed.notify()
-        if self._thread is None: self._writer.close()
+        if self._thread is None: self._queue._writer.close()
 
 # %% ../nbs/21_messages.ipynb #dfaf3dca
 class AsyncReceiver:

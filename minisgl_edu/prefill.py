@@ -31,19 +31,17 @@ def promised_pages(
     "What admission has promised and not yet handed out"
     return sum(total_pages(r, page_size) - len(r.pages) for r in reqs)
 
-# %% ../nbs/15_prefill.ipynb #22e8b191
+# %% ../nbs/15_prefill.ipynb #4101dbac
 def is_being_computed(
-    req:Req,              # The head of the queue
-    cached:int,           # Its leading tokens that the prefix cache has now
+    req:Req,              # It waits
     others:Iterable[Req], # Admitted requests
     cache:CacheManager    # With a prefix cache that may learn from them
 )->bool:
     "Does another request compute this very prompt? With its first token the pages are in the cache: nobody computes them twice"
-    whole = (len(req.input_ids) - 1) // cache.page_size * cache.page_size
-    if cached >= whole or isinstance(cache.prefix_cache, NaivePrefixCache): return False  # there is nothing to wait for
-    return any(not r.output_len and r.input_ids == req.input_ids for r in others)
+    if isinstance(cache.prefix_cache, NaivePrefixCache) or not any(not r.output_len and r.input_ids == req.input_ids for r in others): return False
+    return cache.match(req.input_ids).num_tokens < (len(req.input_ids) - 1) // cache.page_size * cache.page_size  # else all of it is there already
 
-# %% ../nbs/15_prefill.ipynb #627a485d
+# %% ../nbs/15_prefill.ipynb #d7587439
 class PrefillManager:
     "The queue of waiting requests, those between two chunks, and the decision who computes prompt tokens in this step"
     def __init__(self,
@@ -86,8 +84,11 @@ class PrefillManager:
         oldest, others = self.chunked[:1], self.chunked[1:]
         for req in oldest: budget = take(req, -(-budget // 2) if others or self.waiting else budget)
         spoken_for = self._spoken_for(running)
-        while self.waiting and budget and (need := self._admit(self.waiting[0], spoken_for, running)) is not None:
-            self.chunked.append(req := self.waiting.popleft())
+        for req in tuple(self.waiting):
+            if is_being_computed(req, (*self.chunked, *running), self.cache): continue
+            if not budget or (need := self._admit(req, spoken_for)) is None: break
+            self.waiting.remove(req)
+            self.chunked.append(req)
             spoken_for += 0 if self.optimistic else need
             budget = take(req, budget)
         for req in oldest:
@@ -105,13 +106,11 @@ class PrefillManager:
 
     def _admit(self,
         req:Req,        # The head of the queue
-        spoken_for:int, # Pages that must stay available
-        running:list[Req] # Requests that decode, or compute the end of their prompt
+        spoken_for:int  # Pages that must stay available
     )->int|None: # Pages it was promised, or given; None: it has to wait
         "Row, cached prefix and a promise of pages, or nothing at all"
         if not self.table.num_free: return None
         size, match = self.cache.page_size, self.cache.match(req.input_ids)  # now, not at arrival: hits come and go while it waits
-        if is_being_computed(req, match.num_tokens, (*self.chunked, *running), self.cache): return None
         need = (pages_needed(len(req.input_ids), size) if self.optimistic else total_pages(req, size)) - len(match.pages)
         self.cache.lock(match.handle)  # before looking at what is available: locked pages no longer are
         if spoken_for + need > self.cache.available_pages:
