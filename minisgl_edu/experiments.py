@@ -1219,7 +1219,7 @@ def host_ms(sched, batch, steps):
         if plan.batch.phase == "decode": times.append((launched - start + time.perf_counter() - waited) * 1e3)
     return statistics.median(times)
 
-# %% ../nbs/16_scheduler.ipynb #6720d1ea
+# %% ../nbs/16_scheduler.ipynb #229b5419
 @experiment("16_scheduler", title="Continuous against static batching", units={"seconds": "s", "low": "s", "high": "s", "roofline_s": "s"})
 def scheduler(device="cpu", quick=False, seed=0):
     "The same requests in padded, in static, and in continuous batches"
@@ -1230,9 +1230,9 @@ def scheduler(device="cpu", quick=False, seed=0):
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
     from minisgl_edu.experiments import engine_model
     from minisgl_edu.scheduler import Scheduler
-    num, rows, longest = (6, 3, 8) if quick else (24, 8, 24) if device == "cpu" else (256, 32, 256)
+    num, rows, shortest, longest = (6, 3, 4, 8) if quick else (24, 8, 4, 28) if device == "cpu" else (256, 32, 8, 256)
     eng = Engine(EngineConfig(**engine_model(device), num_pages=rows * longest // 8 + rows, max_seq_len=2 * longest, max_running_requests=rows))
-    work, batches = random_workload(num, min(8, longest // 2), longest, eng.model_config.vocab_size, seed), []
+    work, batches = random_workload(num, shortest, longest, eng.model_config.vocab_size, seed), []
     def groups(pad):
         "Static batches, one after another"
         for i in range(0, num, rows):
