@@ -80,7 +80,7 @@ export: $(READY)
 	@$(BIN)/nbdev_export && $(BIN)/nbdev_clean
 
 html: $(READY)
-	@$(BIN)/python html/build.py _book
+	@$(BIN)/python nbs/html/build.py _book
 
 clean:
 	rm -rf $(VENV) _book _docs build dist *.egg-info .pytest_cache .hypothesis

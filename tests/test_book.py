@@ -107,7 +107,7 @@ def site(tmp_path_factory):
     import subprocess, sys
     out = tmp_path_factory.mktemp("site")
     stems = ["index", "00_checks", "10_radix"]
-    done = subprocess.run([sys.executable, str(NBS.parent / "html" / "build.py"), str(out), *stems], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(NBS / "html" / "build.py"), str(out), *stems], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {stem: (out / f"{stem}.html") for stem in stems}
 

@@ -1,6 +1,6 @@
-"""The book as web pages: `python html/build.py OUT` renders every notebook, with links to the page before and the page after.
+"""The book as web pages: `python nbs/html/build.py OUT` renders every notebook, with links to the page before and the page after.
 
-nbconvert does the work; the template in `html/book` adds the navigation and makes it fit a phone."""
+nbconvert does the work; the template in `nbs/html/book` adds the navigation and makes it fit a phone."""
 import argparse, re, shutil
 from html import escape
 from pathlib import Path
@@ -9,7 +9,7 @@ import nbformat
 from nbconvert import HTMLExporter
 
 HERE = Path(__file__).resolve().parent
-NBS = HERE.parent / "nbs"
+NBS = HERE.parent
 
 
 def reading_order():
