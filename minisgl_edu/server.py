@@ -412,7 +412,7 @@ def usage_of(
     completion = sum(r.completion_tokens for r in ends.values())
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, "prompt_tokens_details": {"cached_tokens": cached}}
 
-# %% ../nbs/23_server.ipynb #6ea19f2a
+# %% ../nbs/23_server.ipynb #43b414de
 class Completion:
     "The dialect of `/v1/completions`"
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -425,7 +425,6 @@ class Completion:
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.include_usage, self.n, self.echoes = include_usage, n, echoes
         self.offsets = Counter() # characters of each choice so far
-        self.frames = {}         # of each choice: what stands before and after the text in its chunks
 
     def openings(self)->list[dict]: return [self.content(t) for t in self.echoes]  # each choice's chunk that precedes all others
     def content(self, text)->dict: return {"text": text}  # a piece of text in a chunk
@@ -448,11 +447,6 @@ class Completion:
         "One chunk of the stream"
         doc = self._document(self.chunk_object, [{"index": index, **content, "logprobs": self.logprobs(index, tokens), "finish_reason": finish_reason}])
         return {**doc, "usage": None} if self.include_usage else doc
-    def piece(self, index, text)->bytes:
-        "The event of a chunk that has only text: what does not change is spelled once, with a mark that no name contains"
-        if index not in self.frames: self.frames[index] = sse(self.chunk(index, self.content("\0"))).split(json.dumps("\0").encode())
-        before, after = self.frames[index]
-        return before + json.dumps(text, ensure_ascii=False).encode() + after
     def usage_chunk(self, ends):
         "The extra chunk with the token counts"
         return {**self._document(self.chunk_object, []), "usage": usage_of(ends, self.n)}
@@ -484,7 +478,7 @@ class Plain(Completion):
         return {"text": "".join(r.text for r in replies), "token_ids": [t for r in replies for t in r.token_ids],
                 "finish_reason": replies[-1].finish_reason, "usage": usage_of({0: replies[-1]})}
 
-# %% ../nbs/23_server.ipynb #626a0ea1
+# %% ../nbs/23_server.ipynb #e6279ea9
 async def event_stream(
     replies:AsyncIterator[tuple[int, ReplyMsg]], # One session's replies, each with its choice
     dialect:Completion                           # How to spell them
@@ -497,12 +491,10 @@ async def event_stream(
             message = reply.error.message if reply.error else "the request was aborted"
             yield sse(error_body(message, "server_error", code=reply.error and reply.error.code))
             return
-        event = b""
-        if reply.text: event += sse(dialect.chunk(i, dialect.content(reply.text), tokens=reply.logprobs)) if reply.logprobs else dialect.piece(i, reply.text)
+        if reply.text: yield sse(dialect.chunk(i, dialect.content(reply.text), tokens=reply.logprobs))
         if reply.finish_reason:
             ends[i] = reply
-            event += sse(dialect.chunk(i, dialect.closing(), reply.finish_reason, None if reply.text else reply.logprobs))
-        if event: yield event
+            yield sse(dialect.chunk(i, dialect.closing(), reply.finish_reason, None if reply.text else reply.logprobs))
     if dialect.include_usage: yield sse(dialect.usage_chunk(ends))
     yield sse("[DONE]")
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_edu.core import RequestError, SamplingParams
 from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
-from minisgl_edu.server import Chat, Completion, FrontendManager, Plain, ServerInfo, Session, create_app, prompts_of, sse
+from minisgl_edu.server import FrontendManager, ServerInfo, Session, create_app, prompts_of
 
 
 class Engine:
@@ -398,13 +398,6 @@ def test_generate_takes_the_values_that_ask_for_nothing():
     engine = Engine()
     assert engine.post(GEN, prompt="x", logprobs=False).status_code == 200 and engine.sent[0].params.logprobs is None
     for bad in (True, 0, 1): assert Engine().post(GEN, prompt="x", logprobs=bad).json()["error"]["param"] == "logprobs"
-
-
-@pytest.mark.parametrize("dialect", [Completion("m", True), Completion("\\u0000"), Chat("m", True, 2), Plain("m")])
-@pytest.mark.parametrize("text", ["x", "\0", '"\n', "héé 🎉", "\u2028"])
-def test_a_piece_is_spelled_as_a_chunk_is(dialect, text):
-    for i in range(2):
-        for _ in range(2): assert dialect.piece(i, text) == sse(dialect.chunk(i, dialect.content(text)))
 
 
 def test_a_requests_messages_take_one_road_and_requests_take_turns():
