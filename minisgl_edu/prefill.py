@@ -41,7 +41,7 @@ def is_being_computed(
     if isinstance(cache.prefix_cache, NaivePrefixCache) or not any(not r.output_len and r.input_ids == req.input_ids for r in others): return False
     return cache.match(req.input_ids).num_tokens < (len(req.input_ids) - 1) // cache.page_size * cache.page_size  # else all of it is there already
 
-# %% ../nbs/15_prefill.ipynb #d7587439
+# %% ../nbs/15_prefill.ipynb #2fd10f93
 class PrefillManager:
     "The queue of waiting requests, those between two chunks, and the decision who computes prompt tokens in this step"
     def __init__(self,
@@ -87,8 +87,7 @@ class PrefillManager:
         for req in tuple(self.waiting):
             if is_being_computed(req, (*self.chunked, *running), self.cache): continue
             if not budget or (need := self._admit(req, spoken_for)) is None: break
-            self.waiting.remove(req)
-            self.chunked.append(req)
+            self.waiting.remove(req); self.chunked.append(req)
             spoken_for += 0 if self.optimistic else need
             budget = take(req, budget)
         for req in oldest:

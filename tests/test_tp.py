@@ -157,7 +157,7 @@ def test_the_watchdog_barks_only_at_work_that_stands_still():
     for p in pulses: p[:] = 10, 3, 0
     assert bark(100) is None
     inbox.send([AbortMsg(1)])
-    while not inbox._reader.poll(): time.sleep(0.01)
+    while not inbox._queue._reader.poll(): time.sleep(0.01)
     assert bark(100) == [0, 1, 2]
     inbox.recv(); inbox.close()
 
