@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Callable, NamedTuple
 
 # %% auto #0
-__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
+__all__ = ['CHECKS', 'TINY_MODEL', 'Verdict', 'verdict', 'check', 'solved_or_not', 'check_median', 'tiny_llm', 'tiny_answers', 'prompts_alike', 'check_steps_and_tokens', 'check_flat_indices', 'check_patient_policy', 'check_live_batch', 'check_byte_knee', 'check_kv_outweighs', 'check_early_copy', 'check_one_buffer', 'ranks_as_threads', 'check_sent_mb', 'check_rows_first', 'check_greedy_of_parts', 'check_sparing_sum', 'check_which_load', 'check_gate_up_slots', 'check_permute_rows', 'check_materialize_names', 'check_once_around', 'check_one_based_norm', 'check_neighbour_pairs', 'check_biased_row_linear', 'check_naive_count', 'check_no_mask', 'check_window_attention', 'check_reused_slots', 'check_run_allocator', 'check_trusting_free', 'check_attention_takes_over', 'check_careless_padding', 'check_own_backend', 'check_decode_programs', 'check_online_softmax', 'check_empty_split', 'check_radix_victims', 'check_own_prefix_cache', 'check_radix_unlocked', 'check_sampling_cut', 'check_sampling_top_a', 'check_sampling_zero', 'check_sampling_reject', 'check_graphs_padding', 'check_graphs_stale', 'check_graphs_ladder', 'check_engine_flat', 'check_engine_keys_read', 'check_engine_shared', 'check_resources_keep', 'check_resources_pin', 'check_resources_hoarder', 'check_resources_misplaced', 'check_prefill_steps', 'check_prefill_promise', 'check_prefill_shortest', 'check_scheduler_decode_step_counts', 'check_scheduler_together', 'check_scheduler_careless', 'check_overlap_decode_tokens', 'check_overlap_one_buffer_for_all', 'check_overlap_late_stream', 'check_simulator_host_bound_from', 'check_simulator_two_gpus', 'check_simulator_babbling', 'check_text_sent_texts', 'check_text_keep_stop', 'check_text_silent_tokens', 'check_llm_steps_taken', 'check_llm_converse', 'check_llm_deaf', 'check_list_length', 'check_outbox', 'pausing', 'finish', 'check_lost_wakeup', 'Words', 'check_one_round', 'check_short_first', 'helpful', 'check_ghost', 'check_late_reader', 'check_read_events', 'careless', 'check_rude_client', 'check_bark', 'check_first_port', 'deaf', 'check_deaf_dog', 'check_kv_share', 'check_ring', 'bias_once', 'bias_each', 'check_extra_bias', 'check_sorted_batches', 'check_goodput', 'one_after_the_other', 'check_drift', 'check_exit_codes', 'check_undo', 'with_default', 'with_none', 'with_copies', 'check_one_default']
 
 # %% ../nbs/00_checks.ipynb #71947e24
 class Verdict(NamedTuple):
@@ -1176,6 +1176,77 @@ def check_prefill_shortest(answer):
             assert uid <= patience + 1, f"the prompt of 4 tokens waited for {uid - 1} calls, and its patience is {patience}"
             return
     raise AssertionError(f"two prompts of 3 tokens arrive with every step, and the one of 4 tokens still waits after 30 calls; its patience is {patience}")
+
+# %% ../nbs/16_scheduler.ipynb #c1a18d11
+def _toy_engine(**config):
+    "A float64 engine of a random model so small that a step takes a millisecond"
+    import tempfile
+    from minisgl_edu.checkpoint import save_random_model
+    from minisgl_edu.engine import Engine, EngineConfig
+    with tempfile.TemporaryDirectory() as path:
+        save_random_model(path, dict(model_type="llama", vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.4))
+        return Engine(EngineConfig(**{"model": path, "device": "cpu", "dtype": "float64", "page_size": 2, "num_pages": 192, "max_running_requests": 24, "max_prefill_length": 8, **config}))
+
+def _toy_play(arrivals, kind=None, **config):
+    "Requests as (step at which it comes, prompt, answer length) in order of time: a letter for each step's phase, and each request's (step, token) pairs"
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.scheduler import Scheduler
+    engine, phases, told, due = _toy_engine(**config), "", {}, list(arrivals)
+    try:
+        sched = (kind or Scheduler)(engine)
+        while due or sched.has_work:
+            assert len(phases) < 500, f"after 500 steps {len(sched.ledger.live)} requests still have no end"
+            while due and due[0][0] <= len(phases):
+                uid, (_, ids, n) = len(told), due.pop(0)
+                sched.add(uid, ids, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)); told[uid] = []
+            for e in sched.step(): told[e.uid].append((len(phases), e.token_id))
+            sched.check_integrity()
+            phases += sched.last_batch.phase[0]
+    finally: engine.close()
+    return phases, told
+
+# %% ../nbs/16_scheduler.ipynb #b21bbca9
+@check("scheduler_decode_step_counts")
+def check_scheduler_decode_step_counts(answer):
+    "Checks the decode steps of static and continuous batching on two rows"
+    class Static:
+        def order(self, view): return ("decode", "prefill")
+    six = [(0, [10 + i, 20 + i], n) for i, n in enumerate((9, 2, 2, 2, 5, 5))]
+    for name, got, policy in zip(("static", "continuous"), answer, (Static(), "prefill-first"), strict=True):
+        want = _toy_play(six, policy=policy, max_running_requests=2)[0].count("d")
+        assert got == want, f"{name} batching: the scheduler counts {want} decode steps, you say {got}"
+
+# %% ../nbs/16_scheduler.ipynb #7553d3f1
+@check("scheduler_together")
+def check_scheduler_together(answer):
+    "Checks a policy that lets prompts wait for company: invariants, tokens, both bounds, and the choice itself"
+    from minisgl_edu.core import PolicyView
+    long = (0, [5, 6], 60)
+    trickle = [long, *((at, [at, at + 1, at + 2], 4) for at in (*range(2, 29, 3), 35))]
+    flood = [(0, [5, 6], 12), *((1 + i // 3, [i % 90, 30, 40, 50, 60, 70, 80, 90], 1) for i in range(90))]
+    for name, work in (("a prompt every third step", trickle), ("three prompts in every step", flood)):
+        (phases, told), (built_in, right) = _toy_play(work, policy=answer()), _toy_play(work)
+        for uid in right: assert [t for _, t in told[uid]] == [t for _, t in right[uid]], f"{name}: request {uid} gets {[t for _, t in told[uid]]}, the built-in policy gives {[t for _, t in right[uid]]}"
+        gap = max(b[0] - a[0] for a, b in zip(told[0], told[0][1:]))
+        assert gap <= 9, f"{name}: the request that decodes waited {gap - 1} steps between two tokens; 8 are allowed"
+        if work is flood: continue
+        waited = max(told[uid][0][0] - at for uid, (at, _, _) in enumerate(work))
+        assert waited <= 8, f"{name}: somebody waited {waited} steps for its prompt to be computed; 8 are allowed"
+    for view, first in ((PolicyView(2, 1, 0, 0), "decode"), (PolicyView(3, 1, 0, 0), "prefill"), (PolicyView(1, 1, 0, 8), "prefill"), (PolicyView(9, 1, 8, 0), "decode")):
+        got = answer().order(view)
+        assert got[0] == first, f"{view}: it is time to {first}, your policy tries {got[0]!r} first"
+
+# %% ../nbs/16_scheduler.ipynb #20225e30
+@check("scheduler_careless")
+def check_scheduler_careless(answer):
+    "Checks a scheduler that keeps the token of a chunk: prompts within the budget stay right, longer ones go wrong"
+    whole, cut = ([(20 * at, [(7 * i + n) % 128 for i in range(n)], 6) for at, n in enumerate(lens)] for lens in ((2, 5, 8), (9, 12, 20)))
+    tokens = lambda work, kind: [[t for _, t in pairs] for pairs in _toy_play(work, kind)[1].values()]
+    for (_, ids, _), got, want in zip(whole, tokens(whole, answer), tokens(whole, None)):
+        assert got == want, f"a prompt of {len(ids)} tokens fits into the budget of 8 and has no chunks, but its answer changed from {want} to {got}"
+    changed = [len(ids) for (_, ids, _), got, want in zip(cut, tokens(cut, answer), tokens(cut, None)) if got != want]
+    assert changed, "prompts of 9, 12 and 20 tokens are computed in chunks of 8 and all get the right answer: the token of a chunk is thrown away as before"
 
 # %% ../nbs/17_overlap.ipynb #48046f83
 @check("overlap_decode_tokens")

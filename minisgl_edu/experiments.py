@@ -1219,7 +1219,7 @@ def host_ms(sched, batch, steps):
         if plan.batch.phase == "decode": times.append((launched - start + time.perf_counter() - waited) * 1e3)
     return statistics.median(times)
 
-# %% ../nbs/16_scheduler.ipynb #6c3dd429
+# %% ../nbs/16_scheduler.ipynb #229b5419
 @experiment("16_scheduler", title="Continuous against static batching", units={"seconds": "s", "low": "s", "high": "s", "roofline_s": "s"})
 def scheduler(device="cpu", quick=False, seed=0):
     "The same requests in padded, in static, and in continuous batches"
@@ -1230,9 +1230,9 @@ def scheduler(device="cpu", quick=False, seed=0):
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
     from minisgl_edu.experiments import engine_model
     from minisgl_edu.scheduler import Scheduler
-    num, rows, longest = (6, 3, 8) if quick else (24, 8, 40) if device == "cpu" else (256, 32, 256)
+    num, rows, shortest, longest = (6, 3, 4, 8) if quick else (24, 8, 4, 28) if device == "cpu" else (256, 32, 8, 256)
     eng = Engine(EngineConfig(**engine_model(device), num_pages=rows * longest // 8 + rows, max_seq_len=2 * longest, max_running_requests=rows))
-    work, batches = random_workload(num, min(8, longest // 2), longest, eng.model_config.vocab_size, seed), []
+    work, batches = random_workload(num, shortest, longest, eng.model_config.vocab_size, seed), []
     def groups(pad):
         "Static batches, one after another"
         for i in range(0, num, rows):
@@ -1260,7 +1260,7 @@ def scheduler(device="cpu", quick=False, seed=0):
             idle=1 - (tokens - num) / (rows * len(decode)), seconds=statistics.median(times[mode]), low=min(times[mode]), high=max(times[mode]), roofline_s=roof, dtype=str(eng.dtype)))
     return out
 
-# %% ../nbs/16_scheduler.ipynb #58ae2858
+# %% ../nbs/16_scheduler.ipynb #ee930173
 @experiment("16_scheduler", title="The gap between two tokens, by chunk size", units={"gap_ms": "ms", "ttft_ms": "ms", "roofline_gap_ms": "ms", "roofline_ttft_ms": "ms"})
 def chunk_gap(device="cpu", quick=False, seed=0):
     "Four requests decode; a long prompt comes: what they feel, and what it waits"
@@ -1271,7 +1271,7 @@ def chunk_gap(device="cpu", quick=False, seed=0):
     from minisgl_edu.engine import Engine, EngineConfig
     from minisgl_edu.scheduler import Scheduler
     cuda = device == "cuda"
-    long, chunks, rounds = (96, (16, 32, 128), 1) if quick else (16384, (512, 1024, 2048, 4096, 8192, 16384), 3) if cuda else (768, (48, 96, 192, 384, 1024), 2)
+    long, chunks, rounds = (96, (16, 32, 128), 1) if quick else (16384, (512, 1024, 2048, 4096, 8192, 16384), 3) if cuda else (384, (32, 64, 128, 256, 512), 2)
     eng = Engine(EngineConfig(device=device, num_pages=(long + 4 * 256) // 16 + 16, max_seq_len=min(2 * long, 8192) if not cuda else None, max_running_requests=8, policy="mixed", cache="naive", dummy_weights=cuda))
     rng, vocab, ceilings = random.Random(seed), eng.model_config.vocab_size, measure_ceilings(device, eng.dtype, quick)
     long = min(long, eng.max_seq_len - 8)
@@ -1299,7 +1299,7 @@ def chunk_gap(device="cpu", quick=False, seed=0):
     return [dict(chunk=c, prompt=long, decoding=4, repeats=rounds, dtype=str(eng.dtype), **{k: statistics.median(r[k] for r in rs) for k in rs[0]},
         **{f"{k}_{side}": pick(r[k] for r in rs) for k in ("gap_ms", "ttft_ms") for side, pick in (("low", min), ("high", max))}) for c, rs in runs.items()]
 
-# %% ../nbs/16_scheduler.ipynb #50bcba5e
+# %% ../nbs/16_scheduler.ipynb #8d7f7a58
 @experiment("16_scheduler", title="Time to first token, turn by turn", units={"ttft_ms": "ms", "roofline_ms": "ms"})
 def turns(device="cpu", quick=False, seed=0):
     "One conversation, its prefix cached and not: a turn is a user's message and an answer"
@@ -1309,7 +1309,7 @@ def turns(device="cpu", quick=False, seed=0):
     from minisgl_edu.engine import Engine, EngineConfig
     from minisgl_edu.scheduler import Scheduler
     cuda = device == "cuda"
-    system, user, answer, num, rounds = (32, 16, 4, 2, 1) if quick else (2048, 512, 64, 8, 5) if cuda else (128, 64, 16, 5, 3)
+    system, user, answer, num, rounds = (32, 16, 4, 2, 1) if quick else (2048, 512, 64, 8, 5) if cuda else (128, 64, 8, 4, 2)
     total = system + num * (user + answer)
     engines = {cache: Engine(EngineConfig(device=device, num_pages=2 * total // 16, max_seq_len=total, max_running_requests=2, cache=cache, dummy_weights=cuda))
                for cache in ("naive", "radix")}

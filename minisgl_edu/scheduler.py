@@ -86,14 +86,14 @@ class Mixed:
         "Mixed where both kinds are there, else the one that is"
         return ("mixed", "prefill", "decode")
 
-# %% ../nbs/16_scheduler.ipynb #6f331a8e
+# %% ../nbs/16_scheduler.ipynb #1a92943d
 POLICIES = {"prefill-first": PrefillFirst, "decode-first": DecodeFirst, "mixed": Mixed}
 
 def make_policy(
-    policy:str|Policy # Its name, or an object with `order(view)`
+    policy:str|Policy|type # Its name, an object with `order(view)`, or a class called without arguments
 )->Policy:
     "The policy by its name; one of your own works too"
-    if hasattr(policy, "order"): return policy
+    if hasattr(policy, "order"): return policy() if isinstance(policy, type) else policy
     if policy in POLICIES: return POLICIES[policy]()
     raise ValueError(f"policy={policy!r} is unknown: use {', '.join(map(repr, POLICIES))}, or an object with an `order` method")
 
@@ -269,7 +269,7 @@ def run_plan(
     tokens[a["write"]] = new.tokens.clamp(min=0)  # -1 is no token: the host will end that request, and one more step must not stumble
     plan.sampled = engine.to_host(new)
 
-# %% ../nbs/16_scheduler.ipynb #4022c11d
+# %% ../nbs/16_scheduler.ipynb #668a386d
 PHASES = ("prefill", "decode", "mixed")
 
 class Queues:
@@ -294,8 +294,9 @@ class Queues:
         "Ask the policy what runs next; it may choose, but not refuse to work"
         waiting, running = self.prefill.num_waiting, len(self.decode.running)
         order = self.policy.order(PolicyView(waiting, running, self.prefill_streak, self.decode_streak))
+        if not isinstance(order, (tuple, list)) or not all(phase in PHASES for phase in order):
+            raise ValueError(f"{type(self.policy).__name__}.order must return a tuple of {', '.join(map(repr, PHASES))}, not {order!r}")
         for phase in dict.fromkeys((*order, "prefill", "decode")):
-            if phase not in PHASES: raise ValueError(f"the policy asks for phase {phase!r}; there are {', '.join(map(repr, PHASES))}")
             batch = self._batch(phase)
             if batch: break
         else: return None
