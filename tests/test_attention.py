@@ -221,7 +221,7 @@ def test_backends_by_name():
     pool, table = KVPool(1, 2, 4, 2, 8, "cpu", torch.float32), create_page_table(1, 8, "cpu")
     for name in ("auto", "torch", TorchAttention): assert isinstance(make_backend(name, None, pool, table), TorchAttention)
     assert isinstance(make_backend("torch", None, pool, table), AttentionBackend)
-    assert make_backend(lambda *args: args, 1, pool, table)[0] == 1
+    with pytest.raises(TypeError, match="tuple is no AttentionBackend: it lacks prepare, forward"): make_backend(lambda *args: args, 1, pool, table)
     for name in ("triton", "flash"):
         with pytest.raises(ValueError, match=name): make_backend(name, None, pool, table)
 

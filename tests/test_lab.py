@@ -84,7 +84,8 @@ def run_all(page, folder, name, seconds=240):
     while time.monotonic() < end:
         page.wait_for_timeout(1000)
         page.keyboard.press("Control+s")
-        cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+        try: cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+        except json.JSONDecodeError: continue  # half saved
         if cells[-1]["execution_count"] is not None or any(o["output_type"] == "error" for c in cells for o in c["outputs"]): return cells
     raise AssertionError(f"{name} is not done after {seconds} s")
 

@@ -185,6 +185,7 @@ def test_two_that_compute_the_same_prompt_share_pages_afterwards(tiny_model_dir)
     from minisgl_edu.scheduler import Scheduler
     engine = Engine(EngineConfig(model=tiny_model_dir, dtype="float64", device="cpu", page_size=1, num_pages=64))
     prompt, other = list(range(20, 32)), list(range(60, 80))
+    one, two = [*prompt, 1], [*prompt, 2]  # not equal: whoever computes an equal prompt is waited for
     def run(kind, work):
         s, out = kind(engine), {}
         for uid, ids, n in work: s.add(uid, ids, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
@@ -195,9 +196,9 @@ def test_two_that_compute_the_same_prompt_share_pages_afterwards(tiny_model_dir)
             if a and b and min(a.output_len, b.output_len) > 1:
                 assert a.pages[:12] == b.pages[:12] and a.pages[12] != b.pages[12], "duplicates were kept"
         return out
-    solo = {uid: run(Scheduler, [(uid, ids, n)])[uid] for uid, ids, n in [(0, prompt, 8), (1, prompt, 8), (2, other, 8)]}
+    solo = {uid: run(Scheduler, [(uid, ids, n)])[uid] for uid, ids, n in [(0, one, 8), (1, two, 8), (2, other, 8)]}
     for kind in (Scheduler, OverlapScheduler):
-        assert run(kind, [(0, prompt, 8), (1, prompt, 8), (2, other, 8)]) == solo
+        assert run(kind, [(0, one, 8), (1, two, 8), (2, other, 8)]) == solo
     engine.close()
 
 
