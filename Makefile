@@ -71,7 +71,7 @@ test-outputs: $(READY) fetch
 
 test-pytest: $(READY) fetch
 	@echo "== 4/4 the test suite"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout=900 --durations=10 tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout=300 --durations=10 tests
 
 stress: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/stress.py $(ARGS)

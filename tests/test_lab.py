@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from test_demo import CHROMIUM, MISSING, browser_only, sync_playwright
+from test_demo import browser, browser_only
 from test_launch import descendants, model  # a tiny model with a real tokenizer
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
@@ -42,14 +42,6 @@ def lab(tmp_path_factory, model, model_dir):
     os.killpg(process.pid, signal.SIGTERM)
     try: process.wait(20)
     except subprocess.TimeoutExpired: os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
