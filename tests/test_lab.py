@@ -67,19 +67,40 @@ def menu(page, name, label):
     page.click(f".lm-Menu-itemLabel:has-text('{label}')")
 
 
-def run_all(page, folder, name, seconds=240):
-    "Restart the kernel, run all cells, save; the saved notebook once its last cell has run"
-    path = folder / f"{name}.ipynb"
-    menu(page, "Kernel", "Restart Kernel and Run All Cells")
-    page.click(".jp-Dialog .jp-mod-accept")
+def seen(page):
+    "What the page shows of a run: the kernel's state, the cells' prompts, open dialogs"
+    return (page.locator(".jp-Notebook-ExecutionIndicator").first.get_attribute("data-status"),
+            page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").all_text_contents(), page.locator(".jp-Dialog").all_text_contents())
+
+
+def wait_for(page, holds, seconds):
+    "Look at the page twice a second until `holds` of what it shows; whether it came to that"
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        page.wait_for_timeout(1000)
-        page.keyboard.press("Control+s")
-        try: cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
-        except json.JSONDecodeError: continue  # half saved
-        if cells[-1]["execution_count"] is not None or any(o["output_type"] == "error" for c in cells for o in c["outputs"]): return cells
-    raise AssertionError(f"{name} is not done after {seconds} s")
+    while not holds(*seen(page)):
+        if time.monotonic() > end: return False
+        page.wait_for_timeout(500)
+    return True
+
+
+def run_all(page, folder, name, seconds=240):
+    """Restart the kernel, run all cells, save once; the saved notebook's code cells.
+
+    A reader whose cells do not start asks again: what JupyterLab sends while the restarted kernel is being connected can be lost."""
+    path = folder / f"{name}.ipynb"
+    for _ in range(3):
+        menu(page, "Kernel", "Restart Kernel and Run All Cells")
+        page.click(".jp-Dialog .jp-mod-accept")
+        if wait_for(page, lambda _, prompts, __: any(p.strip("[]: ") for p in prompts), 40): break
+    ended = wait_for(page, lambda status, prompts, _: status == "idle" and not any("*" in p for p in prompts), seconds)
+    assert ended, f"{name} is not done after {seconds} s; kernel, prompts, dialogs: {seen(page)}"
+    before = path.stat().st_mtime_ns
+    page.keyboard.press("Control+s")
+    for _ in range(120):
+        try:
+            if path.stat().st_mtime_ns != before: return [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+        except json.JSONDecodeError: pass  # half saved
+        page.wait_for_timeout(500)
+    raise AssertionError(f"{name} is not saved; kernel, prompts, dialogs: {seen(page)}")
 
 
 @browser_only
