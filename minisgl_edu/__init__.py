@@ -1,10 +1,10 @@
 """An LLM inference engine you can read in a week and believe in."""
 __version__ = "0.1.0"
 
-# Idle OpenMP threads that spin starve whatever shares the cores: our worker processes, and everybody else's.
+# Idle OpenMP threads that spin for long starve whatever shares the cores; those that sleep at once wake late (chapter 24).
 # Read once, when torch loads; whoever has chosen keeps the choice.
 import os
-if "OMP_WAIT_POLICY" not in os.environ: os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+if "OMP_WAIT_POLICY" not in os.environ: os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 del os
 
 # Names of the public face and the chapter that defines each. Imported on first use, so that

@@ -16,8 +16,8 @@ from .messages import (AbortMsg, Channel, ErrorInfo, FailMsg, ReadyMsg, ReplyMsg
     SubmitMsg, TokenizeMsg, TokenMsg, TokenText, WatchMsg)
 
 # %% auto #0
-__all__ = ['IDLE_SECONDS', 'GIVE_WAY', 'TokenizerLoop', 'spell_logprobs', 'DetokenizerLoop', 'SchedulerLoop', 'receive', 'Seat',
-           'WorkerArgs', 'tokenizer_worker', 'detokenizer_worker', 'check_step', 'scheduler_worker']
+__all__ = ['IDLE_SECONDS', 'TokenizerLoop', 'spell_logprobs', 'DetokenizerLoop', 'SchedulerLoop', 'receive', 'Seat', 'WorkerArgs',
+           'tokenizer_worker', 'detokenizer_worker', 'check_step', 'scheduler_worker']
 
 # %% ../nbs/22_workers.ipynb #b77bf73d
 _log = logging.getLogger(__name__)
@@ -314,15 +314,7 @@ def _load_detokenizer(args):
         args.to_scheduler.send(stops)
     return _rounds(args, handle), {}
 
-# %% ../nbs/22_workers.ipynb #e2e0e4c4
-def _give_way():
-    "A model on CPUs takes every core for as long as a step; whoever has a millisecond's work goes first"
-    with contextlib.suppress(OSError):
-        os.nice(GIVE_WAY)
-        if hasattr(os, "SCHED_BATCH"): os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking, it does not push others aside
-
-GIVE_WAY = 5 # politeness towards the processes beside it; inherited by all threads that the engine starts
-
+# %% ../nbs/22_workers.ipynb #c348deaf
 def check_step(
     tokens:list[TokenMsg] # What a step said, on one rank of several
 ):
@@ -330,7 +322,7 @@ def check_step(
     for t in tokens:
         if t.error and t.error.code == "forward_failed": raise RuntimeError(t.error.message)
 
-# %% ../nbs/22_workers.ipynb #be05eae0
+# %% ../nbs/22_workers.ipynb #5be84c90
 def scheduler_worker(
     args:WorkerArgs
 ):
@@ -338,11 +330,9 @@ def scheduler_worker(
     _work(args, _load_scheduler)
 
 def _load_scheduler(args):
-    from minisgl_edu.device import pick_device
     from minisgl_edu.engine import Engine
     from minisgl_edu.overlap import make_scheduler
     tp, pulse = args.seat.join(args.config.device), args.seat.pulse
-    if pick_device(tp.device or args.config.device).type == "cpu": _give_way()
     engine = Engine(args.config, tp, model_dir=args.model_dir)
     loop = SchedulerLoop(make_scheduler(engine))
     def send(channel, msgs):
