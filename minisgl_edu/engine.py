@@ -187,7 +187,7 @@ def record_graphs(
     if device.type == "cuda": _log.info("recorded %d decode graphs of up to %d requests in %.0f MiB", len(graphs.sizes), largest, mib)
     return graphs
 
-# %% ../nbs/13_engine.ipynb #1d092974
+# %% ../nbs/13_engine.ipynb #bd8b9174
 class Engine:
     "A loaded model with its KV pool and its stream: one batch in, one token per request out"
     def __init__(self,
@@ -214,6 +214,7 @@ class Engine:
         self.model = create_model(self.model_config, ops, None, self.tp)
         if self.config.dummy_weights: dummy_weights(self.model, self.device, self.dtype, self.config.seed)
         else: load_weights(self.model, self.model_dir, self.device, self.dtype)
+        self.model.make_rope(self.device)  # before the pool takes what is left
         plan = self._plan(before)
         self.num_pages, self.max_seq_len = plan.num_pages, plan.max_seq_len
         self.dummy_page, self.dummy_row = plan.num_pages, self.config.max_running_requests

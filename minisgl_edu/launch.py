@@ -366,7 +366,7 @@ def start_server(
     if bad := sorted(set(options) - known): raise TypeError(f"start_server got unknown keyword(s) {', '.join(bad)}; it takes {', '.join(sorted(known))}")
     return ServerHandle(replace(config, **options) if config else ServerConfig(**options))
 
-# %% ../nbs/24_launch.ipynb #f13b6ba7
+# %% ../nbs/24_launch.ipynb #5ffe6b60
 class _Stop(BaseException):
     "Ctrl-C or SIGTERM"
 
@@ -379,7 +379,7 @@ def serve(
 )->int: # Exit code of the process
     "Serve until Ctrl-C or SIGTERM, in the foreground"
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="[server] %(message)s")
-    for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, _on_signal)
+    before = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     handle = None
     try:
         handle = ServerHandle(config)
@@ -390,6 +390,8 @@ def serve(
     except (RuntimeError, ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        for s, handler in before.items(): signal.signal(s, handler)
     return 1 if handle and handle.failure else 0
 
 def _greeting(handle)->str:

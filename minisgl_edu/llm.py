@@ -35,7 +35,7 @@ class Output:
     ttft_ms: float|None = field(default=None, compare=False, repr=False)    # From its arrival to its first token
     latency_ms: float|None = field(default=None, compare=False, repr=False) # From its arrival to its end
 
-# %% ../nbs/20_llm.ipynb #2a2c3d5f
+# %% ../nbs/20_llm.ipynb #75f2a805
 class Session:
     "One live request and its output so far"
     def __init__(self,
@@ -67,9 +67,14 @@ class Session:
         if self.done: out.latency_ms = now
         return stopped and reason is None
 
-    def check(self):
-        "A forward pass that failed is the caller's to know"
-        if self.output.finish_reason == "error": raise RuntimeError(f"request {self.uid} failed: {self.error}")
+    def check(self,
+        outputs:Sequence=() # Of the requests that ran beside it
+    ):
+        "A request that failed in a step is the caller's to know; the error's `outputs` are what the others gave, None in a failed one's place"
+        if self.output.finish_reason != "error": return
+        error = RuntimeError(f"request {self.uid} failed: {self.error}")
+        error.outputs = list(outputs)
+        raise error
 
 # %% ../nbs/20_llm.ipynb #9a278085
 class _Interrupts:
@@ -207,7 +212,7 @@ class TextIterator:
     def __enter__(self)->TextIterator: return self
     def __exit__(self, *exc): self.close()
 
-# %% ../nbs/20_llm.ipynb #e4510f7e
+# %% ../nbs/20_llm.ipynb #943135e2
 class LLM:
     "A model to call. One thread at a time: a second one is refused, not queued"
     def __init__(self,
@@ -258,7 +263,7 @@ class LLM:
                     interrupts.check()
                     self._sessions.step()
             except BaseException: self._sessions.release(mine); raise
-        for s in mine: s.check()
+        for s in mine: s.check([None if s.error else s.output for s in mine])
         return [s.output for s in mine]
 
     def close(self):

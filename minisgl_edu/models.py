@@ -103,7 +103,7 @@ class DecoderLayer(Layer):
         return {**self.input_norm.slots(f"{prefix}.input_layernorm"), **self.attention.slots(f"{prefix}.self_attn"),
                 **self.post_norm.slots(f"{prefix}.post_attention_layernorm"), **self.mlp.slots(f"{prefix}.mlp")}
 
-# %% ../nbs/06_models.ipynb #484c4a59
+# %% ../nbs/06_models.ipynb #d4e8a814
 class DecoderModel(Layer):
     "Embedding, decoder layers, norm and head: from one step's tokens to the scores of each request's next token"
     def __init__(self,
@@ -119,11 +119,13 @@ class DecoderModel(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.head = LMHead(self.embedding, config.tie_embeddings)
         self.ignored_weights = ("*rotary_emb.inv_freq",) + ("lm_head.weight",) * config.tie_embeddings
-        self.rope = None # made on the device at the first step
+        self.rope = None # `make_rope`, or the first step, makes it on the device
 
     @property
     def capturable(self)->bool: # Can a step be recorded as a CUDA graph? Not where experts need a look from the host
         return not self.config.sparse_layers or can_group(self.norm.weight.device, self.norm.weight.dtype)
+
+    def make_rope(self, device): self.rope = rope_table(self.config, self.config.max_position, device)
 
     def forward(self,
         ctx:ForwardContext,                   # The step; its attention metadata is prepared
@@ -132,7 +134,7 @@ class DecoderModel(Layer):
         "Logits of each request's last token"
         attention = attention or self.attention
         x = self.embedding(ctx.input_ids)
-        if self.rope is None: self.rope = rope_table(self.config, self.config.max_position, x.device)
+        if self.rope is None: self.make_rope(x.device)
         cos_sin = rope_rows(self.rope, ctx.positions, x.dtype) # once a step, not once a layer
         residual = torch.zeros_like(x)
         for layer in self.layers: x, residual = layer(x, residual, cos_sin, ctx, attention)

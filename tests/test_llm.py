@@ -390,3 +390,18 @@ class GivesFlat(LoopAttention):
 def test_a_part_that_does_not_fit_is_refused_by_name(tiny_model_dir, own, error, words):
     with pytest.raises(error, match=words):
         with LLM(str(tiny_model_dir), device="cpu", dtype="float64", num_pages=16, **own) as llm: llm.generate([[5, 6, 7]], ids())
+
+
+def test_one_that_fails_takes_no_other_output_along(tiny, monkeypatch):
+    "Scores that are not numbers end their request alone; the error brings what the others gave"
+    logits = tiny.engine.logits
+    def spoilt(ctx):
+        out = logits(ctx).clone()
+        out[1::3] = torch.nan
+        return out
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    alone = tiny.generate([[5, 6, 7]], params)[0]
+    monkeypatch.setattr(tiny.engine, "logits", spoilt)
+    with pytest.raises(RuntimeError, match="request .* failed: .*NaN") as caught: tiny.generate([[5, 6, 7], [9, 9], [5, 6, 7, 8]], params)
+    first, second, third = caught.value.outputs
+    assert first.token_ids == alone.token_ids and second is None and len(third.token_ids) == 4

@@ -74,14 +74,13 @@ def test_help_tells_the_defaults(capsys):
 
 @pytest.mark.parametrize("seconds", [0.3, 0.7, 1.2, 2.0])
 def test_ctrl_c_while_it_loads_is_no_traceback(seconds):
-    code = "import sys; print('up', flush=True); from minisgl_edu.cli import main; sys.exit(main(['serve', '--model', '/nowhere/at/all', '--port', '0']))"
+    code = "import sys; from minisgl_edu.cli import main; print('up', flush=True); sys.argv[1:] = ['serve', '--model', '/nowhere/at/all', '--port', '0']; sys.exit(main())"
     p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert p.stdout.readline() == "up\n"
     time.sleep(seconds)
     p.send_signal(2)
     _, err = p.communicate(timeout=60)
-    if "no such model directory" in err: return  # it came after the end of loading, while the process ended
-    assert "Traceback" not in err and p.returncode in (130, 1, 0), (p.returncode, err)
+    assert "Traceback" not in err and p.returncode in (130, 1, 0, -2), (p.returncode, err)
 
 
 def test_the_command_line_alone_loads_no_torch():
