@@ -79,7 +79,7 @@ def _work(inbox):
             event._finish()
             del item, fn, args, event # an idle thread must not keep the last step's tensors alive
 
-# %% ../nbs/02_device.ipynb #6a6896a9
+# %% ../nbs/02_device.ipynb #cbe345be
 class Stream:
     "Work that runs in the order of its submission, while whoever submitted it does something else"
     def __new__(cls, device="cpu", name=""):
@@ -113,6 +113,15 @@ class Stream:
     ):
         "Later submissions start only after `event`; the caller does not wait"
         self.submit(event._wait)
+
+    def call(self,
+        fn, # Called as `fn(*args)` on the stream, under inference mode
+        *args
+    ): # What `fn` gave
+        "Submit and wait: the result, or what `fn` raised"
+        result = []
+        self.submit(lambda: result.append(fn(*args))).synchronize()
+        return result[0]
 
     def synchronize(self):
         "Wait until all that was submitted is done"
@@ -349,7 +358,7 @@ class Ceilings:
     device: str
     dtype: torch.dtype
 
-# %% ../nbs/02_device.ipynb #77db525f
+# %% ../nbs/02_device.ipynb #164b7c89
 def _best_ms(fn, device, repeats): return min(time_once(fn, device) for _ in range(repeats + 1))
 
 _ceilings: dict[tuple, Ceilings] = {} # measured once in a process
@@ -362,7 +371,13 @@ def measure_ceilings(
     "Measure what the device can do at best; later calls return the first answer"
     device = torch.device(device)
     key = (device, dtype, quick, torch.get_num_threads())
-    if key in _ceilings: return _ceilings[key]
+    if key not in _ceilings:
+        stream = Stream("cpu", "ceilings")
+        try: _ceilings[key] = stream.call(_measure_ceilings, device, dtype, quick)
+        finally: stream.close()
+    return _ceilings[key]
+
+def _measure_ceilings(device, dtype, quick):
     cuda, repeats = device.type == "cuda", 5 if quick else 12
     rows = 2**18 if cuda else 2**14 if quick else 2**16 # times 4 KiB: beyond the caches
     x = torch.ones(rows, 1024, device=device)
@@ -371,13 +386,12 @@ def measure_ceilings(
     a = torch.ones(n, n, device=device, dtype=dtype)
     tiny = torch.ones(1, device=device)
     read_ms = min(_best_ms(lambda: x.sum(), device, repeats), _best_ms(lambda: x @ v, device, repeats))
-    _ceilings[key] = Ceilings(
+    return Ceilings(
         read_gb_s=x.nbytes / read_ms / 1e6,
         copy_gb_s=2 * x.nbytes / _best_ms(lambda: y.copy_(x), device, repeats) / 1e6,
         matmul_tflop_s=2 * n**3 / _best_ms(lambda: a @ a, device, repeats) / 1e9,
         launch_us=_best_ms(lambda: [tiny.add_(1) for _ in range(1000)], device, 3),
         device=str(device), dtype=dtype)
-    return _ceilings[key]
 
 # %% ../nbs/02_device.ipynb #d1742154
 def op_ms(

@@ -1454,7 +1454,7 @@ def text(device="cpu", quick=False, seed=0):
             rows.append(dict(way=way, num_tokens=n, total_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, repeats=t.repeats))
     return rows
 
-# %% ../nbs/20_llm.ipynb #8ddc92aa
+# %% ../nbs/20_llm.ipynb #7f6e5437
 def _static_steps(work, size):
     "Spans of every step that padded static batches make"
     for i in range(0, len(work), size):
@@ -1478,9 +1478,10 @@ def llm(device="cpu", quick=False, seed=0):
     from minisgl_edu.device import measure_ceilings, measure_interleaved, roofline_ms, step_costs
     from minisgl_edu.llm import LLM
     logging.disable_progress_bar()
-    peer = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32).to(device).eval()
-    peer.generation_config.eos_token_id = None
     ours = LLM(device=device, dtype="float32", cache="naive") # no round finds the prompts of the last
+    on = ours.engine.stream.call # one thread for all parallel work, or it would be slower for both (chapter 02)
+    peer = on(lambda: AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32).to(device).eval())
+    peer.generation_config.eos_token_id = None
     config = ours.engine.model_config
     work = random_workload(3 if quick else 16, 4 if quick else 8, 6 if quick else 24, config.vocab_size, seed)
     def generate(work): return [o.token_ids for o in ours.generate([ids for ids, _ in work], [p for _, p in work])]
@@ -1491,8 +1492,8 @@ def llm(device="cpu", quick=False, seed=0):
             ids = torch.tensor([[0] * (longest - len(ids)) + ids for ids, _ in batch], device=device)
             mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in batch], device=device)
             peer.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max(p.max_tokens for _, p in batch), pad_token_id=0)
-    ways = {"transformers, one by one": (lambda: static(1), _static_steps(work, 1)),
-            "transformers, static batches of 8": (lambda: static(8), _static_steps(work, 8)),
+    ways = {"transformers, one by one": (lambda: on(static, 1), _static_steps(work, 1)),
+            "transformers, static batches of 8": (lambda: on(static, 8), _static_steps(work, 8)),
             "LLM.generate": (lambda: generate(work), _continuous_steps(work))}
     generate(work[:1])
     times = measure_interleaved({name: run for name, (run, _) in ways.items()}, repeats=1 if quick else 3, warmup=0, device=device)
