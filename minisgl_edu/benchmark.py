@@ -673,7 +673,7 @@ CLAIMS = [
         "it wins the idle places of static batches: none where all outputs are equally long, many where they are not", "16_scheduler"),
 ]
 
-# %% ../nbs/26_benchmark.ipynb #2e583ef5
+# %% ../nbs/26_benchmark.ipynb #24e178c6
 def _overlap_gain(host_ms, device_ms): return min(host_ms, device_ms) / max(host_ms, device_ms)
 
 def _graph_gains(rows):
@@ -705,7 +705,7 @@ CLAIMS += [
         "the copy is a few hundred bytes; what a synchronous copy waits for, and the event hides, is the step in front of it", "13_engine", gpu_only=True),
     Claim("CUDA graphs: 20 to 30% more decode throughput", lambda rows: f"0.5 ms of launches run ahead of {decode_ms(1):.1f} ms of reading weights: {max(0.5, decode_ms(1)) / decode_ms(1) - 1:+.0%}", lambda rows: tuple(1 / (1 - g) - 1 for g in _graph_gains(rows)), "{:+.0%} to {:+.0%}",
         lambda low, high: "true" if low >= 0.15 and high <= 0.35 else "depends",
-        "launching is the same for every batch and nearly for every width, so it is much of a short step and little of a long one", "12_graphs", gpu_only=True),
+        "the number of launches is the same for every batch and width, so it is much of a short step and little of a long one", "12_graphs", gpu_only=True),
     Claim("Graphs cut launching from 0.5 to 0.1 ms and so the step from 1.0 to 0.6 ms", lambda rows: f"launching runs ahead of computing: {max(0.5, 0.5):.1f} ms eager, {max(0.1, 0.5):.1f} ms replayed",
         _graph_launch, "launching {:.2f} ms, then {:.2f} ms; the step {:.0%} shorter (8B model, one request)", lambda eager, replay, shorter: "true" if 0.3 <= shorter <= 0.5 and replay < eager / 2 else "depends",
         "the two do not add up: a step takes the longer of launching and computing, so graphs help only where launching is the longer", "12_graphs", gpu_only=True),

@@ -139,7 +139,7 @@ def check_steps_and_tokens(answer):
     assert said_steps == steps, f"count the steps again: four prefill steps, and the last of them makes the first new token; you say {said_steps}"
     assert said_tokens == tokens, f"{steps} steps is right; they do not compute {said_tokens} tokens: which of the 108 is never computed?"
 
-# %% ../nbs/01_core.ipynb #b1ef9d70
+# %% ../nbs/01_core.ipynb #c7646417
 @check("flat_indices")
 def check_flat_indices(answer):
     "Checks positions and last indices of a batch"
@@ -152,7 +152,7 @@ def check_flat_indices(answer):
     for lens, positions, last in (([(0, 3)], [0, 1, 2], [2]), ([(4, 6)], [4, 5], [1]), ([(0, 3), (4, 5), (2, 4)], [0, 1, 2, 4, 2, 3], [2, 3, 5])):
         got_positions, got_last = (torch.as_tensor(t).tolist() for t in answer(spans(*lens)))
         assert got_positions == positions, f"spans (cached_len, device_len) {lens} compute positions {positions}; you give {got_positions}"
-        assert got_last == last, f"spans {lens} fill a row of {len(positions)} tokens, where requests end at {last}; you give {got_last}"
+        assert got_last == last, f"spans {lens} fill a line of {len(positions)} tokens, where requests end at {last}; you give {got_last}"
 
 # %% ../nbs/01_core.ipynb #34c8d1eb
 @check("patient_policy")
