@@ -68,6 +68,13 @@ def test_exit_in_a_submission_does_not_end_the_stream(stream):
     stream.submit(int).synchronize(10)
 
 
+def test_call_gives_the_result_or_the_error(stream):
+    where = stream.call(lambda a, b: (threading.current_thread().name, torch.is_inference_mode_enabled(), a + b), 2, 3)
+    assert where == (stream.name, True, 5)
+    with pytest.raises(ZeroDivisionError): stream.call(lambda: 1 / 0)
+    assert stream.call(len, "still there") == 11
+
+
 def test_wait_holds_back_later_submissions_only(stream):
     other, gate, seen = Stream("cpu"), threading.Event(), []
     slow = other.submit(gate.wait, 30)
@@ -316,6 +323,16 @@ def test_more_work_never_gets_cheaper():
     assert times == sorted(times)
     longer = [roofline_ms(step_costs(TINY, [(n, n + 1)], torch.float32), ceilings) for n in range(60)]
     assert longer == sorted(longer)
+
+
+def test_ceilings_leave_no_parallel_work_to_the_caller(monkeypatch):
+    "OpenMP keeps workers for every thread that has run parallel work; those of a thread that has ended are gone"
+    monkeypatch.setattr(dv, "_ceilings", {})
+    mine, threads = threading.current_thread(), []
+    best = dv._best_ms
+    monkeypatch.setattr(dv, "_best_ms", lambda *a: (threads.append(threading.current_thread()), best(*a))[1])
+    measure_ceilings("cpu", torch.float32, quick=True)
+    assert threads and mine not in threads and not any(t.is_alive() for t in threads)
 
 
 def test_ceilings_are_measured_once_and_positive():
