@@ -470,7 +470,7 @@ def median_of_counts(
         low, below = bound, count
     return float("nan")
 
-# %% ../nbs/26_benchmark.ipynb #617cdb47
+# %% ../nbs/26_benchmark.ipynb #8f528b64
 def run_online(
     model=None,                     # Directory or hub id; None is the default model
     device="cpu",
@@ -526,7 +526,7 @@ def online_table(
         if r["turn"] > 1: later[r["peer"]].append(r["ttft_ms"])
     ours = statistics.fmean(later.pop("minisgl_edu", [float("nan")]))
     lines += [f"conversation, turn 2 on: first token after {ours:.0f} ms; {peer} {statistics.fmean(ms):.0f} ms, we are {statistics.fmean(ms) / ours:.2f}x" for peer, ms in later.items()]
-    lines += [f"{r['streams']} streams: {r['http_tokens_per_s']:.1f} tokens/s over HTTP, {r['engine_tokens_per_s']:.1f} in process: the server adds {r['overhead']:.0%}; from the engine's host to the socket a piece takes {r['delivery_ms']:.1f} ms (median)" for r in by["http"]]
+    lines += [f"{r['streams']} streams: {r['http_tokens_per_s']:.1f} tokens/s over HTTP, {r['engine_tokens_per_s']:.1f} in process: the server adds {max(r['overhead'], 0):.0%}{' (measured below zero: noise)' if r['overhead'] < 0 else ''}; from the engine's host to the socket a piece takes {r['delivery_ms']:.1f} ms (median)" for r in by["http"]]
     lines += [f"scheduler: {r['ms']:.2f} ms of host time for a decode step of {r['batch']}" for r in by["host"]]
     return "\n".join(lines)
 

@@ -219,7 +219,7 @@ def shell(
             if not chat.take(line): break
     return 0
 
-# %% ../nbs/27_cli.ipynb #30b4d0b4
+# %% ../nbs/27_cli.ipynb #03d49b98
 def build_parser()->argparse.ArgumentParser:
     "All commands and their flags"
     top = argparse.ArgumentParser(prog="minisgl-edu", description="An LLM inference engine you can read.", allow_abbrev=False)
@@ -235,7 +235,7 @@ def build_parser()->argparse.ArgumentParser:
     p.add_argument("prompt", help="what to say; - reads stdin")
     p.add_argument("--plain", action="store_true", help="continue the text; no chat template")
     p.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)")
-    command("fetch", fetch).add_argument("--model", help="hub id or directory; left out, the default model")
+    command("fetch", fetch).add_argument("--model", "--model-path", help="hub id or directory; left out, the default model")
     command("bench", bench, add_help=False)
     command("experiments", experiments, add_help=False)
     command("shell", shell, ENGINE_FLAGS + SAMPLING_FLAGS)

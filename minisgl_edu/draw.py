@@ -333,7 +333,7 @@ def peers(
     provenance_line(fig, record, workload)
     plt.show()
 
-# %% ../nbs/00_draw.ipynb #634eed45
+# %% ../nbs/00_draw.ipynb #34642e5b
 def speed_table(
     record:dict,     # As for `peers`
     workload:str=""  # Model, dtype and the like
@@ -343,7 +343,7 @@ def speed_table(
     lines, ours = ["| load (requests x tokens) | output tokens/s | the peer's | peer | ratio |", "|---|--:|--:|---|--:|"], {}
     for r in record["rows"]:
         speed, load = r["tokens_per_s"], r["workload"]
-        if load in ours: lines.append(f"| {load} | **{ours[load]:.0f}** | {speed:.0f} | {r['peer']} | {r['ratio']:.1f} |")
+        if load in ours: lines.append(f"| {load} | **{ours[load]:.0f}** | {speed:.0f} | {r['peer']} | {r['ratio']:.2f} |")
         else: ours[load] = speed # ours comes first
     return Markdown("\n".join([*lines, "", provenance_text(record, workload)]))
 

@@ -266,7 +266,7 @@ def run_all(
         print(f"{exp.name:24} {status:8} {summaries[-1]['seconds']:7.1f} s" + (f"  {error}" if error else ""), flush=True)
     return summaries
 
-# %% ../nbs/00_experiments.ipynb #bd70efe9
+# %% ../nbs/00_experiments.ipynb #bbaf4651
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
 )->int: # 0, or 1 if an experiment crashed
@@ -275,7 +275,7 @@ def main(
     p.add_argument("--only", action="append", metavar="NAME", help="run this one (may be repeated)")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long, skipping what does not fit")
-    p.add_argument("--out", metavar="DIR", help="where the records go")
+    p.add_argument("--out", metavar="DIR", default="measurements", help="where the records go (measurements)")
     p.add_argument("--quick", action="store_true", help="small counts: does it run?")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--list", action="store_true", help="name the experiments and end")
@@ -283,7 +283,6 @@ def main(
     if args.list:
         for e in sorted(REGISTRY.values(), key=lambda e: (e.chapter, e.name)): print(f"{e.name:24} {e.chapter:18} {e.title}")
         return 0
-    if not args.out: p.error("--out DIR is needed")
     if args.device == "cuda" and not torch.cuda.is_available(): p.error("--device cuda: torch sees no CUDA device here")
     if unknown := sorted(set(args.only or []) - set(REGISTRY)): p.error(f"no experiment named {', '.join(unknown)}; --list names them")
     return int(any(s["status"] == "crashed" for s in run_all(args.out, args.only, args.device, args.budget, args.quick, args.seed)))

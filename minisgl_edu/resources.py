@@ -107,14 +107,17 @@ def check_cache(
         if not isinstance(answer, kind): raise TypeError(f"cache: {type(cache).__name__}.{method} must return a {kind.__name__}, not {answer!r}")
     return cache
 
-# %% ../nbs/14_resources.ipynb #1cea65b7
+# %% ../nbs/14_resources.ipynb #114165c3
 def make_prefix_cache(
     cache,         # "radix" (also "auto"), "naive", or what is called as `cache(num_pages, page_size)`
     num_pages:int, # Pages in the pool
     page_size:int  # Tokens per page
 )->PrefixCache: # A fresh, empty one
     "The prefix cache by its name; a class of your own works too"
-    if callable(cache): return check_cache(cache(num_pages, page_size))
+    if callable(cache):
+        try: made = cache(num_pages, page_size)
+        except TypeError as e: raise TypeError(f"cache: {cache!r} must be callable as cache(num_pages, page_size): {e}") from e
+        return check_cache(made)
     if cache in ("auto", "radix"): return RadixCache(num_pages, page_size)
     if cache == "naive": return NaivePrefixCache()
     raise ValueError(f"cache={cache!r} is unknown: use 'radix', 'naive', or a class called as cache(num_pages, page_size)")

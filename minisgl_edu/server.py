@@ -702,7 +702,7 @@ def create_app(
     add_observers(app)
     return app
 
-# %% ../nbs/23_server.ipynb #85242e8b
+# %% ../nbs/23_server.ipynb #eae2282e
 def add_routes(
     app:FastAPI # With `state.frontend` and `state.info`
 ):
@@ -730,10 +730,13 @@ def add_routes(
         if len(prompts) > 1: raise RequestError(f"prompt must be one text or one list of token ids here, got a list of {len(prompts)}", "prompt")
         return await answer(request, jobs_of(prompts, params, 1, info.max_seq_len), Plain(model, usage_wanted(body)), body.stream)
 
+    card = {"id": info.model_name, "object": "model", "created": info.created, "owned_by": "minisgl_edu", "max_model_len": info.max_seq_len}
+
     @app.get("/v1/models")
-    async def models():
-        card = {"id": info.model_name, "object": "model", "created": info.created, "owned_by": "minisgl_edu", "max_model_len": info.max_seq_len}
-        return {"object": "list", "data": [card]}
+    async def models(): return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name:str): return card | {"id": check_model(info, name)}
 
 # %% ../nbs/23_server.ipynb #2c9d36ec
 def add_observers(

@@ -395,13 +395,16 @@ def test_a_part_that_does_not_fit_is_refused_by_name(tiny_model_dir, own, error,
 def test_one_that_fails_takes_no_other_output_along(tiny, monkeypatch):
     "Scores that are not numbers end their request alone; the error brings what the others gave"
     logits = tiny.engine.logits
+    steps = []
     def spoilt(ctx):
         out = logits(ctx).clone()
-        out[1::3] = torch.nan
+        if not steps: out[1] = torch.nan  # the first step holds all three
+        steps.append(len(out))
         return out
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     alone = tiny.generate([[5, 6, 7]], params)[0]
     monkeypatch.setattr(tiny.engine, "logits", spoilt)
     with pytest.raises(RuntimeError, match="request .* failed: .*NaN") as caught: tiny.generate([[5, 6, 7], [9, 9], [5, 6, 7, 8]], params)
     first, second, third = caught.value.outputs
+    assert steps == [3, 2, 2, 2]
     assert first.token_ids == alone.token_ids and second is None and len(third.token_ids) == 4

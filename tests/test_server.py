@@ -228,8 +228,10 @@ def test_a_dead_worker_ends_streams_without_done_and_turns_later_requests_away()
 
 def test_models_and_health():
     async def go():
-        async with Engine().client() as c: return (await c.get("/v1/models")).json(), (await c.get("/health")).json()
-    models, health = asyncio.run(go())
+        async with Engine().client() as c:
+            return (await c.get("/v1/models")).json(), (await c.get("/health")).json(), (await c.get("/v1/models/toy")).json(), await c.get("/v1/models/org/other")
+    models, health, one, other = asyncio.run(go())
+    assert one == models["data"][0] and other.status_code == 404 and "org/other" in other.json()["error"]["message"]
     assert models["object"] == "list" and [m["id"] for m in models["data"]] == ["toy"] and models["data"][0]["object"] == "model"
     assert health["status"] == "ok"
 
