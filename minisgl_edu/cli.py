@@ -256,17 +256,17 @@ def experiments(
     from minisgl_edu.experiments import main as run
     return run(args.rest)
 
-# %% ../nbs/27_cli.ipynb #46565bd8
+# %% ../nbs/27_cli.ipynb #eb89eef9
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
 )->int: # Exit code: 0 fine, 1 refused or failed, 2 a wrong command line
     "The command `minisgl-edu`"
     own_process, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
     hands_over = argv[:1] in (["bench"], ["experiments"])
-    args = parser.parse_args(argv[:1] if hands_over else argv)
-    args.rest = argv[1:] if hands_over else []
-    try: return args.run(args)
+    try:
+        args = build_parser().parse_args(argv[:1] if hands_over else argv)
+        args.rest = argv[1:] if hands_over else []
+        return args.run(args)
     except KeyboardInterrupt: return 130
     except BrokenPipeError: return 141
     except (ValueError, OSError, MemoryError) as e:

@@ -27,7 +27,7 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param, self.code = param, code
 
-# %% ../nbs/01_core.ipynb #7d16e7f8
+# %% ../nbs/01_core.ipynb #4bd4980a
 def check_number(
     name:str,            # Field name, for the message
     value,               # What the user gave
@@ -39,14 +39,14 @@ def check_number(
     "Return `value` if it is a finite number in range, else raise `RequestError`"
     kinds = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise RequestError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}", name)
+        raise RequestError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r:.80}", name)
     finite = whole or abs(value) <= sys.float_info.max # false for NaN too
     if not finite or value < low or value > high or (open_low and value == low):
         bound = f"{'>' if open_low else '>='} {low}" + (f" and <= {high}" if high < math.inf else "" if whole else " and finite")
-        raise RequestError(f"{name} must be {bound}, got {value!r}", name)
+        raise RequestError(f"{name} must be {bound}, got {value!r:.80}", name)
     return value
 
-# %% ../nbs/01_core.ipynb #c8b39031
+# %% ../nbs/01_core.ipynb #2dc3542e
 MAX_BIASES, MAX_LOGPROBS = 300, 20  # as OpenAI's API allows
 
 class Default(int):
@@ -60,11 +60,11 @@ def check_bias(
     except (TypeError, ValueError): raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r:.80}", "logit_bias") from None
     if len(pairs) > MAX_BIASES: raise RequestError(f"logit_bias takes at most {MAX_BIASES} tokens, got {len(pairs)}", "logit_bias")
     for token, addend in pairs:
-        if type(token) is not int or token < 0: raise RequestError(f"logit_bias names token {token!r}; token ids are integers from 0 on", "logit_bias")
+        if type(token) is not int or token < 0: raise RequestError(f"logit_bias names token {token!r:.80}; token ids are integers from 0 on", "logit_bias")
         check_number("logit_bias", addend, -100, 100)
     return pairs
 
-# %% ../nbs/01_core.ipynb #31c674a4
+# %% ../nbs/01_core.ipynb #120f5755
 @dataclass(frozen=True)
 class SamplingParams:
     "How to choose the next tokens, and when to stop; checked when made"
@@ -98,7 +98,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool): raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         stops = {str: (self.stop,), type(None): ()}.get(type(self.stop), self.stop)
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
-            raise RequestError(f"stop must be non-empty strings, got {self.stop!r}", "stop")
+            raise RequestError(f"stop must be non-empty strings, got {self.stop!r:.80}", "stop")
         if len(stops) > 16 or any(len(s) > 1000 for s in stops):
             raise RequestError(f"stop takes at most 16 strings of 1000 characters, got {len(stops)}, the longest of {max(map(len, stops))}", "stop")
         object.__setattr__(self, "stop", tuple(stops))

@@ -26,7 +26,7 @@ __all__ = ['ServerConfig', 'check_travels', 'check_ranks', 'check_main', 'bind',
 # %% ../nbs/24_launch.ipynb #b77bf73d
 _log = logging.getLogger(__name__)
 
-# %% ../nbs/24_launch.ipynb #7d79405b
+# %% ../nbs/24_launch.ipynb #ecd8da7a
 @dataclass
 class ServerConfig(EngineConfig):
     "What a server needs to know, on top of its engine"
@@ -48,8 +48,8 @@ class ServerConfig(EngineConfig):
         super().__post_init__()
         check_number("port", self.port, 0, 65535, whole=True)
         check_number("num_tokenizers", self.num_tokenizers, 1, whole=True)
-        check_number("drain_seconds", self.drain_seconds, 0)
-        check_number("start_timeout", self.start_timeout, 0, open_low=True)
+        check_number("drain_seconds", self.drain_seconds, 0, 10**6)
+        check_number("start_timeout", self.start_timeout, 0, 10**6, open_low=True)
         check_number("max_waiting", self.max_waiting, 1, whole=True)
         check_number("max_body_bytes", self.max_body_bytes, 1, whole=True)
         if self.request_timeout is not None: check_number("request_timeout", self.request_timeout, 0, open_low=True)
@@ -58,7 +58,7 @@ class ServerConfig(EngineConfig):
             self.api_key = self.api_key.strip()
             if not self.api_key: raise ValueError("api_key is empty: leave it out to let everybody in")
         if not self.watchdog_seconds >= 1: raise ValueError(f"watchdog_seconds must be at least 1, got {self.watchdog_seconds}: one layer of a long chunk may take so long, and is no reason to give up")
-        check_number("watchdog_seconds", self.watchdog_seconds, 1)
+        check_number("watchdog_seconds", self.watchdog_seconds, 1, 10**6)
         check_number("tp", self.tp, 1, whole=True)
 
     def engine_config(self)->EngineConfig:
@@ -281,7 +281,7 @@ class _Http:
         if self.thread.is_alive(): frontend.fail(reason); self.thread.join(0.5)
         if self.thread.is_alive(): self.server.force_exit = True; self.thread.join(0.2)
 
-# %% ../nbs/24_launch.ipynb #cf90097f
+# %% ../nbs/24_launch.ipynb #c7298b71
 class ServerHandle:
     "A running server; `stop()` it, or use it in a `with` statement"
     def __init__(self,
@@ -330,12 +330,16 @@ class ServerHandle:
 
     def _supervise(self):
         "Ends when the server does"
-        self.failure = self.workers.watch(self._wake, self.config.watchdog_seconds) or ("the HTTP server died" if self._http.ended else None)
-        if self.failure:
-            _log.error("%s", self.failure)
-            self.frontend.fail(self.failure)
-        self._http.drain(1 if self.failure else self.config.drain_seconds, self.frontend, "the server is shutting down")
-        self._end()
+        try:
+            self.failure = self.workers.watch(self._wake, self.config.watchdog_seconds) or ("the HTTP server died" if self._http.ended else None)
+            if self.failure:
+                _log.error("%s", self.failure)
+                self.frontend.fail(self.failure)
+            self._http.drain(1 if self.failure else self.config.drain_seconds, self.frontend, "the server is shutting down")
+        except Exception as e:
+            self.failure = self.failure or f"the supervisor failed: {e!r}"
+            _log.exception("%s", self.failure)
+        finally: self._end()
 
     def _end(self):
         "Nobody and nothing stays"

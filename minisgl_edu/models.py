@@ -21,7 +21,7 @@ from .distributed import TPGroup, divide, single
 from .checkpoint import FAMILIES, ModelConfig, WeightSlot
 from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, can_group, rope_rows, rope_table
 
-# %% ../nbs/06_models.ipynb #1a8a3052
+# %% ../nbs/06_models.ipynb #c4190d93
 class Attention(Layer):
     "Project to queries, keys and values, rotate, attend, project back"
     def __init__(self,
@@ -48,6 +48,7 @@ class Attention(Layer):
         out = attention.forward(q, k, v, self.layer_id, ctx)
         if getattr(out, "shape", None) != q.shape:
             raise TypeError(f"{type(attention).__name__}.forward must return shape {tuple(q.shape)}, that of q, not {getattr(out, 'shape', out)}")
+        if out.dtype != q.dtype: raise TypeError(f"{type(attention).__name__}.forward must return {q.dtype}, that of q, not {out.dtype}")
         return self.o(out.flatten(1))
 
     def slots(self, prefix):

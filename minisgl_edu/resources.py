@@ -122,7 +122,7 @@ def make_prefix_cache(
     if cache == "naive": return NaivePrefixCache()
     raise ValueError(f"cache={cache!r} is unknown: use 'radix', 'naive', or a class called as cache(num_pages, page_size)")
 
-# %% ../nbs/14_resources.ipynb #a3c4ba38
+# %% ../nbs/14_resources.ipynb #6cbc1f92
 class PageSource:
     "Pages that nobody owns: free ones, and those that the prefix cache keeps"
     def __init__(self,
@@ -145,7 +145,12 @@ class PageSource:
         input_ids:Sequence[int] # A prompt
     )->Match: # Its cached prefix: whole pages, and never the whole prompt
         "One token at least is left to compute: its logits choose the next"
-        return self.prefix_cache.match_prefix(input_ids[:-1])
+        return self._match(input_ids[:-1])
+
+    def _match(self, ids):
+        match = self.prefix_cache.match_prefix(ids)
+        if match.num_tokens == len(match.pages) * self.page_size <= len(ids): return match
+        raise TypeError(f"cache: {type(self.prefix_cache).__name__}.match_prefix says {match.num_tokens} of {len(ids)} tokens are in {len(match.pages)} pages of {self.page_size}")
 
     def lock(self, handle)->None:
         "Keep a match from being evicted"
@@ -177,7 +182,7 @@ class PageSource:
         strongest = np.pad(codes, (0, -self.num_pages % per)).reshape(-1, per).max(1)
         return np.frombuffer(b".csu", dtype=np.uint8)[strongest].tobytes().decode()
 
-# %% ../nbs/14_resources.ipynb #b85b5a45
+# %% ../nbs/14_resources.ipynb #8ddffd5b
 class CacheManager(PageSource):
     "Every page is in one place: free, in the prefix cache, owned by one request, or parting from one"
     def __init__(self,
@@ -206,7 +211,7 @@ class CacheManager(PageSource):
         if whole * self.page_size <= req.shared_len: return []
         ids = req.input_ids[:whole * self.page_size]
         own = set(self.prefix_cache.insert(ids, req.pages[:whole]))
-        match = self.prefix_cache.match_prefix(ids)
+        match = self._match(ids)
         if match.num_tokens <= req.shared_len: return []
         self.lock(match.handle); self.unlock(req.handle)
         n, dropped = len(match.pages), [p for p in req.pages[:len(match.pages)] if p in own]

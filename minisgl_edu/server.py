@@ -256,7 +256,7 @@ NEUTRAL = {
     "verbosity": (), "n": (1,), "prompt_cache_key": (), "prompt_cache_options": (), "prompt_cache_retention": (), "safety_identifier": (), "moderation": (),
 }
 
-# %% ../nbs/23_server.ipynb #8345185e
+# %% ../nbs/23_server.ipynb #6eceb7ed
 class StreamOptions(BaseModel):
     "How to stream"
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -287,9 +287,9 @@ class Body(BaseModel):
     def check(self):
         "Refuse, by name, every field that asks for something we do not do"
         for name, value in (self.model_extra or {}).items():
-            if name not in NEUTRAL: raise RequestError(f"unknown field {name!r}", name)
+            if name not in NEUTRAL: raise RequestError(f"unknown field {name!r:.80}", name[:80])
             asks_nothing = value is None or any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in NEUTRAL[name])
-            if not asks_nothing: raise RequestError(f"{name}={value!r} is not supported", name)
+            if not asks_nothing: raise RequestError(f"{name}={value!r:.80} is not supported", name)
         if self.stream_options and not self.stream: raise RequestError("stream_options needs stream to be true", "stream_options")
         if self.stream_options and self.stream_options.include_obfuscation: raise RequestError("include_obfuscation=True is not supported", "stream_options")
 
@@ -312,7 +312,7 @@ class CompletionBody(PromptBody):
     echo: bool|None = None                   # Begin each answer with its prompt
     logprobs: int|None = None                # Tell how likely each token was, and this many likeliest ones
 
-# %% ../nbs/23_server.ipynb #acb17041
+# %% ../nbs/23_server.ipynb #e6618750
 def sampling_params(
     body:Body,                    # A parsed body
     default_max_tokens:int|None   # When the client names no limit; None is the room left
@@ -323,7 +323,7 @@ def sampling_params(
     given = {n: v for n in names if (v := getattr(body, n)) is not None}
     if body.logit_bias:
         bad = next((k for k in body.logit_bias if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
-        if bad is not None: raise RequestError(f"logit_bias names token {bad!r}; token ids are integers from 0 on", "logit_bias")
+        if bad is not None: raise RequestError(f"logit_bias names token {bad!r:.80}; token ids are integers from 0 on", "logit_bias")
         given["logit_bias"] = {int(k): v for k, v in body.logit_bias.items()}
         if len(given["logit_bias"]) < len(body.logit_bias): raise RequestError("logit_bias names a token twice", "logit_bias")
     limit, newer = body.max_tokens, getattr(body, "max_completion_tokens", None)
@@ -591,7 +591,7 @@ async def _collect(first, rest):
         if is_broken(part[1]): break
     return parts
 
-# %% ../nbs/23_server.ipynb #c16e30f9
+# %% ../nbs/23_server.ipynb #1f6af49f
 @dataclass
 class ServerInfo:
     "What the HTTP side must know about the engine"
@@ -608,7 +608,7 @@ def check_model(
 )->str: # The name to answer with
     "Refuse a model that we do not serve"
     if name in (None, "", info.model_name): return info.model_name
-    raise HTTPException(404, detail=error_body(f"model {name!r} does not exist; this server has {info.model_name!r}", param="model", code="model_not_found"))
+    raise HTTPException(404, detail=error_body(f"model {name!r:.200} does not exist; this server has {info.model_name!r}", param="model", code="model_not_found"))
 
 # %% ../nbs/23_server.ipynb #07ddbf07
 def add_error_handlers(

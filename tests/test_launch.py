@@ -122,9 +122,19 @@ def complete(url, **body): return httpx.post(f"{url}/v1/completions", json={"pro
 
 @pytest.mark.parametrize("options, word", [
     (dict(port=70000), "port"), (dict(num_tokenizers=0), "num_tokenizers"), (dict(drain_seconds=-1), "drain_seconds"), (dict(start_timeout=0), "start_timeout"),
+    (dict(drain_seconds=1e10), "drain_seconds must be >= 0 and <= 1000000"), (dict(start_timeout=1e10), "start_timeout"), (dict(watchdog_seconds=1e8), "watchdog_seconds"),
     (dict(tp=0), "tp"), (dict(watchdog_seconds=0.9), "watchdog_seconds.*one layer"), (dict(watchdog_seconds=float("nan")), "watchdog_seconds"), (dict(page_size=0), "page_size"), (dict(cache="lru"), "lru")])
 def test_bad_values_are_refused_by_name(options, word):
     with pytest.raises(ValueError, match=word): start_server(**options)
+
+
+def test_a_supervisor_that_fails_ends_the_server(model, monkeypatch):
+    "Nobody may wait for a server that nobody watches"
+    def watch(self, *args): raise OverflowError("a time too large")
+    monkeypatch.setattr("minisgl_edu.launch.Workers.watch", watch)
+    server = start_server(model=model, port=0, num_pages=64)
+    assert server.done.wait(60) and "a time too large" in server.failure
+    assert not any(Path(f"/proc/{p}").exists() for p in server.pids.values())
 
 
 def test_unknown_options_are_refused_by_name():

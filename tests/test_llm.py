@@ -373,6 +373,13 @@ class GivesNone(LoopAttention):
     def forward(self, *args): super().forward(*args)
 class GivesFlat(LoopAttention):
     def forward(self, *args): return super().forward(*args).flatten(1)
+class GivesSingle(LoopAttention):
+    def forward(self, *args): return super().forward(*args).float()
+class OneMore(PageChainCache):
+    def match_prefix(self, token_ids):
+        match = super().match_prefix(token_ids)
+        return Match(match.pages, match.num_tokens + 1, match.handle)
+class NoMaker: pass
 
 
 @pytest.mark.parametrize("own, error, words", [
@@ -386,7 +393,10 @@ class GivesFlat(LoopAttention):
     (dict(attention_backend=Lacking), TypeError, "attention_backend: Lacking is no AttentionBackend: it lacks prepare, forward"),
     (dict(attention_backend=LoopAttention(None, None, None)), ValueError, "attention_backend=.* or a class called as Backend\\(config, pool, page_table\\)"),
     (dict(attention_backend=GivesNone), RuntimeError, "GivesNone.forward must return shape \\(3, 4, 8\\), that of q, not None"),
-    (dict(attention_backend=GivesFlat), RuntimeError, "GivesFlat.forward must return shape \\(3, 4, 8\\), that of q, not .*3, 32")])
+    (dict(attention_backend=GivesFlat), RuntimeError, "GivesFlat.forward must return shape \\(3, 4, 8\\), that of q, not .*3, 32"),
+    (dict(attention_backend=GivesSingle), RuntimeError, "GivesSingle.forward must return torch.float64, that of q, not torch.float32"),
+    (dict(cache=OneMore), TypeError, "cache: OneMore.match_prefix says 1 of 2 tokens are in 0 pages of"),
+    (dict(cache=NoMaker), TypeError, "cache: .*NoMaker.* must be callable as cache\\(num_pages, page_size\\)")])
 def test_a_part_that_does_not_fit_is_refused_by_name(tiny_model_dir, own, error, words):
     with pytest.raises(error, match=words):
         with LLM(str(tiny_model_dir), device="cpu", dtype="float64", num_pages=16, **own) as llm: llm.generate([[5, 6, 7]], ids())

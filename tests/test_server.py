@@ -667,3 +667,11 @@ def test_no_body_makes_a_server_error_or_a_hang(path):
         loop.run_until_complete(client.aclose())
     finally: loop.close()
     assert 200 in seen and 400 in seen
+
+
+def test_a_refusal_does_not_send_the_request_back():
+    "However large the value that is refused, its echo is short"
+    async def go():
+        async with Engine().client() as c:
+            return [await c.post("/v1/completions", json={"prompt": "hi", **extra}) for extra in ({"tools": "x" * 100_000}, {"x" * 50_000: 1}, {"n": 10**4000}, {"seed": -10**4000}, {"model": "m" * 90_000})]
+    for answer in asyncio.run(go()): assert answer.status_code in (400, 404) and len(answer.content) < 2_000, answer.content[:300]
