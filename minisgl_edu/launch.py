@@ -170,7 +170,7 @@ class Watchdog:
         come = [(rounds, calls) for calls, rounds, _ in now]  # how far each has come
         return [rank for rank, c in enumerate(come) if c == min(come)]
 
-# %% ../nbs/24_launch.ipynb #5865c531
+# %% ../nbs/24_launch.ipynb #04fca03b
 class Workers:
     "All worker processes of one server, and the channels between them"
     def __init__(self,
@@ -231,7 +231,7 @@ class Workers:
             for pack, dog in packs if not ready else ():
                 if behind := dog.look(): return f"{', '.join(pack[r].name for r in behind)} hung: there is work, and nothing moved for {patience:g} s"
 
-    def stop(self):
+    def end(self):
         "End every worker; kill what does not listen"
         for w in self.all:
             try: w.control.send(ShutdownMsg())
@@ -242,6 +242,11 @@ class Workers:
         for p in started:
             if p.is_alive(): p.kill()
         for p in started: p.join()
+        self.to_frontend.send_no_more()
+
+    def stop(self):
+        "End every worker, and close all that leads to them"
+        self.end()
         if self.meet: self.meet.cleanup()
         for w in self.all: w.control.close()
         for c in (*self.to_tokenizers, self.to_scheduler, self.to_detokenizer, self.to_frontend): c.close()
@@ -281,7 +286,7 @@ class _Http:
         if self.thread.is_alive(): frontend.fail(reason); self.thread.join(0.5)
         if self.thread.is_alive(): self.server.force_exit = True; self.thread.join(0.2)
 
-# %% ../nbs/24_launch.ipynb #c7298b71
+# %% ../nbs/24_launch.ipynb #83a21970
 class ServerHandle:
     "A running server; `stop()` it, or use it in a `with` statement"
     def __init__(self,
@@ -334,6 +339,7 @@ class ServerHandle:
             self.failure = self.workers.watch(self._wake, self.config.watchdog_seconds) or ("the HTTP server died" if self._http.ended else None)
             if self.failure:
                 _log.error("%s", self.failure)
+                self.workers.end()  # the event loop may wait for the other half of a dead worker's message
                 self.frontend.fail(self.failure)
             self._http.drain(1 if self.failure else self.config.drain_seconds, self.frontend, "the server is shutting down")
         except Exception as e:

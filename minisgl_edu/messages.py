@@ -120,7 +120,7 @@ class FailMsg:
 class ShutdownMsg:
     "Launcher to worker: end now"
 
-# %% ../nbs/21_messages.ipynb #46b5bf41
+# %% ../nbs/21_messages.ipynb #45570faa
 class Channel:
     "One-way road for messages into one process; any number of processes may send"
     MOST = 4096  # messages one `recv` returns at most, roughly: a fast sender must not keep the reader from its work
@@ -184,6 +184,10 @@ class Channel:
         "The descriptor that turns readable when a message comes"
         return self._queue._reader.fileno()
 
+    def send_no_more(self):
+        "Close the writing end of a process that only reads: once all other writers are gone too, half a message ends as an error"
+        self._queue._writer.close()
+
     def close(self):
         "Give back this process's ends, the writing one when all is written"
         self._queue._reader.close()
@@ -192,7 +196,7 @@ class Channel:
             self._changed.notify()
         if self._thread is None: self._queue._writer.close()
 
-# %% ../nbs/21_messages.ipynb #dfaf3dca
+# %% ../nbs/21_messages.ipynb #28e51522
 class AsyncReceiver:
     "The reading end of a channel for an event loop: woken by the descriptor, no polling, no thread"
     def __init__(self,
@@ -204,7 +208,8 @@ class AsyncReceiver:
         self.loop.add_reader(self._fd, self._on_readable)
 
     def _on_readable(self):
-        self._msgs += self.channel.recv(block=False)
+        try: self._msgs += self.channel.recv(block=False)
+        except (EOFError, OSError): self.close()  # every writer is gone, one of them in the middle of a message
         if self._msgs: self._ready.set()
 
     async def recv(self)->list: # At least one message, oldest first

@@ -137,6 +137,27 @@ def test_a_supervisor_that_fails_ends_the_server(model, monkeypatch):
     assert not any(Path(f"/proc/{p}").exists() for p in server.pids.values())
 
 
+def test_half_a_message_of_a_killed_worker_stops_nobody(model, monkeypatch):
+    "The detokenizer dies while a reply lies half in the pipe, the HTTP process about to read it: its clients are told, and the server ends"
+    import array, fcntl, termios
+    with start_server(model=model, port=0, num_pages=4000, page_size=3, max_seq_len=400) as server:
+        deliver, answers = server.frontend.deliver, []
+        monkeypatch.setattr(server.frontend, "deliver", lambda msgs: (time.sleep(0.3), deliver(msgs))[1])  # a busy HTTP process
+        def client():
+            body = dict(prompt="hello", max_tokens=300, n=32, logprobs=20, ignore_eos=True)
+            answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
+        clients = [threading.Thread(target=client) for _ in range(4)]
+        for c in clients: c.start()
+        waiting, end = array.array("i", [0]), time.monotonic() + 60
+        while waiting[0] < 60_000 and time.monotonic() < end:  # of the 65,536 that fit
+            fcntl.ioctl(server.workers.to_frontend.fileno(), termios.FIONREAD, waiting)
+            time.sleep(0.001)
+        os.kill(server.pids["detokenizer"], signal.SIGKILL)
+        assert server.done.wait(30) and "detokenizer died" in server.failure
+        for c in clients: c.join(30)
+        assert [a.status_code for a in answers] == [503] * 4 and "detokenizer died" in answers[0].text
+
+
 def test_unknown_options_are_refused_by_name():
     with pytest.raises(TypeError, match="num_tokenisers"): start_server(num_tokenisers=2)
 
