@@ -129,13 +129,14 @@ def test_ladder(tmp_path, monkeypatch):
     assert ladder.rungs()[1]["tokens_per_s"] == 1.0 and ladder.path.read_bytes() == saved
 
 
-def test_command_line(tmp_path, capsys):
+def test_command_line(tmp_path, capsys, monkeypatch):
     assert experiments.main(["--list"]) == 0 and "sample_good" in capsys.readouterr().out
     assert experiments.main(["--only", "sample_good", "--quick", "--seed", "5", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "sample_good.json").read_text())["provenance"]["seed"] == 5
     assert experiments.main(["--only", "sample_bad", "--quick", "--out", str(tmp_path)]) == 1
-    for wrong in ([], ["--only", "nothing", "--out", str(tmp_path)]):
-        with pytest.raises(SystemExit): experiments.main(wrong)
+    with pytest.raises(SystemExit): experiments.main(["--only", "nothing", "--out", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    assert experiments.main(["--only", "sample_good", "--quick"]) == 0 and (tmp_path / "measurements" / "sample_good.json").exists()  # the folder where nothing is said
 
 
 # --- draw -------------------------------------------------------------------------------------------------------------
