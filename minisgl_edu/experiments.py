@@ -1002,7 +1002,7 @@ def decode_setup(model, device, num_rows, length, seed=0):
         return ForwardContext("decode", [at] * n, [at + 1] * n, rows, ids, torch.full_like(rows, at), rows * length + at, rows)
     return model.attention, table, step
 
-# %% ../nbs/12_graphs.ipynb #7909d661
+# %% ../nbs/12_graphs.ipynb #c50dd29f
 def count_ops(fn):
     "Operations that a call starts; views and empty tensors start nothing"
     with OpCounter() as counter: fn()
@@ -1014,10 +1014,7 @@ def time_decode(model, device, batches, length, repeats, seed=0):
     from minisgl_edu.device import Stream
     from minisgl_edu.graphs import GraphRunner
     stream, rows = Stream(device, "decode"), []
-    def here(fn, *args):
-        out = []
-        stream.submit(lambda: out.append(fn(*args))).synchronize()
-        return out[0]
+    here = stream.call
     backend, table, step = here(decode_setup, model, device, batches[-1], length, seed)
     runner = here(GraphRunner, model, backend, table, batches[-1] * length, list(batches))
     def eager(ctx): backend.prepare(ctx); model(ctx)
