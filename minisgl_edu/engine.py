@@ -16,12 +16,12 @@ import torch
 __all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'agree', 'PoolPlan', 'plan_pool', 'pick_parts', 'record_graphs', 'Engine',
            'make_context', 'StaticBatch']
 
-# %% ../nbs/13_engine.ipynb #ea33e03b
+# %% ../nbs/13_engine.ipynb #4860a74b
 from .core import Batch, ForwardContext, Req, SamplingParams, check_number
 from .device import Stream, kv_heads_of, memory_free, pick_device, weight_bytes
 from .distributed import TPGroup, single
 from .checkpoint import ModelConfig, dummy_weights, load_weights, resolve_model, torch_dtype
-from .layers import PackedOps, TorchOps, can_pack
+from .layers import NumbaOps, PackedOps, TorchOps, can_loop, can_pack
 from .models import DecoderModel, create_model
 from .kvcache import KVPool, create_page_table, page_bytes, pages_needed, pages_that_fit
 from .attention import make_backend
@@ -55,7 +55,7 @@ def _one_of(
     if any(type(value) is type(a) and value == a for a in allowed): return
     raise ValueError(f"{name}={value!r} does not exist; use one of {', '.join(map(repr, allowed))}{own and f', or {own}'}")
 
-# %% ../nbs/13_engine.ipynb #2f1409e1
+# %% ../nbs/13_engine.ipynb #7760c55c
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -68,7 +68,7 @@ class EngineConfig:
     memory_ratio: float = 0.9          # GPU only: share of the free memory that weights and KV pool take together; the rest is for graphs and activations
     max_running_requests: int = 64     # Rows of the page table: requests that hold KV at once
     max_seq_len: int|None = None       # Prompt plus output (tokens) at most; None is the model's own limit
-    attention_backend: Any = "auto"    # "auto" ("triton" on a GPU), "torch", "triton" (its ops too), or a class made as `Backend(config, pool, page_table)`
+    attention_backend: Any = "auto"    # "auto" ("triton" on a GPU, "numba" on a CPU in float32), "torch", "numba", "triton" (these two bring their ops), or a class made as `Backend(config, pool, page_table)`
     cache: Any = "auto"                # "auto" or "radix": prefixes stay after their request; "naive": nothing does; or called as `cache(num_pages, page_size)`
     max_prefill_length: int = 2048     # Prompt tokens per step; a longer prompt is computed in chunks
     policy: Any = "prefill-first"      # What runs next: "prefill-first", "decode-first", "mixed", or an object (or a class of such) with `order(view)`
@@ -89,7 +89,7 @@ class EngineConfig:
         check_number("seed", self.seed, 0, whole=True)
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
         if not callable(self.attention_backend):
-            _one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"), "a class called as Backend(config, pool, page_table)")
+            _one_of("attention_backend", self.attention_backend, ("auto", "torch", "numba", "triton"), "a class called as Backend(config, pool, page_table)")
         if not callable(self.cache): _one_of("cache", self.cache, ("auto", "radix", "naive"), "a class called as cache(num_pages, page_size)")
         if not hasattr(self.policy, "order"):
             _one_of("policy", self.policy, ("prefill-first", "decode-first", "mixed"), "an object with a method order(view)")
@@ -153,9 +153,9 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #3ac5f19c
+# %% ../nbs/13_engine.ipynb #e845ba02
 def pick_parts(
-    name,                # `attention_backend`: "auto", "torch", "triton" or a class
+    name,                # `attention_backend`: "auto", "torch", "numba", "triton" or a class
     device:torch.device, # Where the engine runs
     dtype:torch.dtype,   # Of weights and KV
     spare:bool           # Is there memory for a packed copy of the weights?
@@ -165,7 +165,9 @@ def pick_parts(
         try: from minisgl_edu.kernels import TritonAttention, TritonOps
         except ModuleNotFoundError as e: raise ValueError(f"attention_backend='triton' needs the package {e.name}, which has Linux wheels only") from None
         return TritonOps(), TritonAttention
-    return PackedOps() if spare and can_pack(device, dtype) else TorchOps(), name
+    products, loops = PackedOps() if spare and can_pack(device, dtype) else TorchOps(), can_loop(device, dtype)
+    if name == "numba" and not loops: raise ValueError(f"attention_backend='numba' needs the package numba, a CPU and float32; this is {dtype} on {device}")
+    return NumbaOps(products) if loops and name != "torch" else products, name
 
 # %% ../nbs/13_engine.ipynb #fed1b04c
 def record_graphs(

@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'engine', 'resources', 'prefill', 'host_ms', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'decoding_batch', 'engine', 'resources', 'prefill', 'host_ms', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -521,12 +521,13 @@ class OpCounter(TorchDispatchMode):
             self.bytes += sum(t.nbytes for t in flat([list(args), out]))
         return out
 
-# %% ../nbs/05_layers.ipynb #4917ca74
+# %% ../nbs/05_layers.ipynb #3600c2a5
 def small_operations(num_tokens, device="cpu", dtype=torch.float32):
     "The small operations of one layer of the default model, both ways, ready to be called"
+    from functools import partial
     from types import SimpleNamespace
-    from minisgl_edu.layers import TorchOps, rope_rows, rope_table
-    ops, c = TorchOps(), smollm2_135m()
+    from minisgl_edu.layers import NumbaOps, TorchOps, can_loop, rope_rows, rope_table
+    c = smollm2_135m()
     rand = lambda *shape: torch.randn(*shape, device=device).to(dtype)
     x, residual, weight, gate_up = rand(num_tokens, c.hidden_size), rand(num_tokens, c.hidden_size), rand(c.hidden_size), rand(num_tokens, 2 * c.intermediate_size)
     qkv = rand(num_tokens, c.num_qo_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -538,10 +539,11 @@ def small_operations(num_tokens, device="cpu", dtype=torch.float32):
     def one_by_one():
         for _ in range(2): stepwise_norm(x, residual, weight, 1e-5)
         stepwise_rope(q1, cos, sin), stepwise_rope(k1, cos, sin), stepwise_gate(gate, up)
-    def fewer_passes():
+    def fewer_passes(ops):
         for _ in range(2): ops.add_rms_norm(x, residual, weight, 1e-5)
         ops.rope(q, k, rows), ops.silu_mul(gate_up)
-    return {"one by one": one_by_one, "TorchOps": fewer_passes}
+    loops = {"NumbaOps": partial(fewer_passes, NumbaOps(TorchOps()))} if can_loop(device, dtype) and num_tokens <= NumbaOps.most_tokens else {}
+    return {"one by one": one_by_one, "TorchOps": partial(fewer_passes, TorchOps()), **loops}
 
 # %% ../nbs/05_layers.ipynb #285a86fe
 def layer_products(num_tokens, device="cpu", dtype=torch.float32):
@@ -555,7 +557,7 @@ def layer_products(num_tokens, device="cpu", dtype=torch.float32):
     def run(weights): return [torch.nn.functional.linear(inputs[w.shape[1]], w) for w in weights]
     return {"7 products": lambda: run(parts), "4 products": lambda: run(fused)}
 
-# %% ../nbs/05_layers.ipynb #2de61b50
+# %% ../nbs/05_layers.ipynb #a60a86bc
 @experiment("05_layers", title="Small operations of a layer, one by one and in fewer passes", units={"median_us": "us", "predicted_us": "us", "bytes": "B"})
 def layers(device="cpu", quick=False, seed=0):
     "What does fusing small operations save?"
@@ -569,10 +571,11 @@ def layers(device="cpu", quick=False, seed=0):
         with torch.inference_mode():
             times = measure_interleaved({**small, **products}, repeats=5 if quick else 30 if num_tokens < 1024 else 8, warmup=2, device=device)
             for name, t in times.items():
-                with OpCounter() as counter: {**small, **products}[name]()
                 us = dict(median_us=1e3 * t.median_ms, low_us=1e3 * t.low_ms, high_us=1e3 * t.high_ms)
-                predicted = guess_us(len(counter.names), counter.bytes) if name in small else None
-                rows.append(dict(num_tokens=num_tokens, name=name, **us, predicted_us=predicted, operations=len(counter.names), bytes=counter.bytes))
+                with OpCounter() as counter: {**small, **products}[name]()
+                counts = dict(operations=len(counter.names), bytes=counter.bytes) if name != "NumbaOps" else dict(operations=5, bytes=None) # no dispatch, no count
+                predicted = guess_us(*counts.values()) if name in ("one by one", "TorchOps") else None
+                rows.append(dict(num_tokens=num_tokens, name=name, **us, predicted_us=predicted, **counts))
         nbytes = best * num_tokens * dtype.itemsize
         rows.append(dict(num_tokens=num_tokens, name="one pass each", median_us=None, predicted_us=guess_us(4, nbytes), operations=4, bytes=nbytes))
     return rows
@@ -664,15 +667,16 @@ def attend_all_layers(backend, qkv, ctx):
     backend.prepare(ctx)
     for layer in range(len(backend.pool.k)): backend.forward(*qkv, layer, ctx)
 
-# %% ../nbs/08_attention.ipynb #1f9454f9
-@experiment("08_attention", title="Ways to read scattered KV in a decode step", units=dict(mean_len="tokens", one="ms", groups="ms", each="ms", in_place="ms", roofline_ms="ms"))
+# %% ../nbs/08_attention.ipynb #378b852c
+@experiment("08_attention", title="Ways to read scattered KV in a decode step", units=dict(mean_len="tokens", one="ms", groups="ms", each="ms", in_place="ms", loop="ms", roofline_ms="ms"))
 def decode_ways(device="cpu", quick=False, seed=0):
-    "One padded gather, groups, a call per request, and a call per request that reads in place: attention of one step"
+    "One padded gather, groups, a call per request, a call per request that reads in place, and our loop: attention of one step"
     import random, torch
-    from minisgl_edu.attention import TorchAttention
+    from minisgl_edu.attention import NumbaAttention, TorchAttention
+    from minisgl_edu.layers import can_loop
     from minisgl_edu.device import attention_cost, measure_ceilings, measure_interleaved, op_ms
     rng, layers, rows = random.Random(seed), 4 if quick else 30, []
-    bounds = dict(one=1 << 40, groups=TorchAttention.scratch_bytes, each=0, in_place=0)
+    bounds = dict(one=1 << 40, groups=TorchAttention.scratch_bytes, each=0, in_place=0) | ({"loop": 0} if can_loop(device, torch.float32) else {})
     for batch, mean_len in ((1, 128), (8, 128)) if quick else ((1, 128), (1, 512), (8, 128), (8, 512), (32, 128), (32, 512)):
         lens = [mean_len] if batch == 1 else [rng.randint(mean_len // 2, mean_len * 3 // 2) for _ in range(batch)]
         scattered, runs = paged_decode_case(lens + [16], layers, device), paged_decode_case(lens, layers, device, runs=True)
@@ -680,7 +684,7 @@ def decode_ways(device="cpu", quick=False, seed=0):
             qkv, ctx, pool, table = runs if name == "in_place" else scattered
             ctx.cached_lens, ctx.device_lens = ctx.cached_lens[:batch], ctx.device_lens[:batch]
             ctx.rows, ctx.out_loc = ctx.rows[:batch], ctx.out_loc[:batch]
-            backend = TorchAttention(None, pool, table)
+            backend = (NumbaAttention if name == "loop" else TorchAttention)(None, pool, table)
             backend.max_tokens = bounds[name] // 1536
             return lambda: attend_all_layers(backend, [t[:batch] for t in qkv], ctx)
         with torch.inference_mode():
@@ -690,12 +694,12 @@ def decode_ways(device="cpu", quick=False, seed=0):
                          roofline_ms=max(op_ms(cost, measure_ceilings(device, torch.float32, quick)))))
     return rows
 
-# %% ../nbs/08_attention.ipynb #5c4add56
+# %% ../nbs/08_attention.ipynb #3d219419
 @experiment("08_attention", title="Attention time by context length", units=dict(context="tokens", ms="ms", low="ms", high="ms", roofline_ms="ms", rest_ms="ms"))
 def attention(device="cpu", quick=False, seed=0):
     "Attention of one step in all layers of the default model: a prompt of n tokens, or decoding at n tokens"
     import torch
-    from minisgl_edu.attention import TorchAttention
+    from minisgl_edu.attention import make_backend
     from minisgl_edu.core import ForwardContext
     from minisgl_edu.device import measure, measure_ceilings, op_ms, roofline_ms, step_costs
     from minisgl_edu.experiments import default_shape
@@ -703,7 +707,7 @@ def attention(device="cpu", quick=False, seed=0):
     ceilings, rows = measure_ceilings(device, f32, quick), []
 
     def row(phase, batch, n, spans, qkv, ctx, pool, table, repeats):
-        backend = TorchAttention(None, pool, table)
+        backend = make_backend("auto", None, pool, table)
         with torch.inference_mode(): t = measure(lambda: attend_all_layers(backend, qkv, ctx), repeats, 1, device)
         costs = step_costs(config, spans, f32)
         rows.append(dict(phase=phase, batch=batch, context=n, ms=t.median_ms, low=t.low_ms, high=t.high_ms, repeats=repeats,
@@ -1077,41 +1081,55 @@ def engine_model(device, raw=None):
     Path(folder.name, "config.json").write_text(json.dumps((raw or default_shape().raw) | dict(torch_dtype="bfloat16")))
     return dict(device=device, model=folder.name, dummy_weights=True)
 
-# %% ../nbs/13_engine.ipynb #6d90f22d
-@experiment("13_engine", title="Decode speed by batch size", units={"step_ms": "ms", "low_ms": "ms", "high_ms": "ms", "linear_ms": "ms", "roofline_ms": "ms"})
+# %% ../nbs/13_engine.ipynb #295068e6
+def decoding_batch(engine, num, context):
+    "A static batch of `num` requests that decode from `context` tokens on; their prompts count as computed, and their KV is zeros"
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.engine import StaticBatch
+    engine.stream.call(engine.pool.kv.zero_)
+    batch = StaticBatch(engine, [([1] * context, SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True))] * num)
+    for r in batch.reqs: r.cached_len = context - 1
+    return batch
+
+# %% ../nbs/13_engine.ipynb #80265b77
+@experiment("13_engine", title="Decode speed by batch size", units={k: "ms" for k in ("step_ms", "low_ms", "high_ms", "linear_ms", "sdpa_ms", "roofline_ms")})
 def engine(device="cpu", quick=False, seed=0):
-    "One decode step of a static batch, by batch size: the engine, its bare linear layers, and the roofline"
+    "One decode step of a static batch, by batch size: the engine, its bare linear layers, attention over contiguous KV, and the roofline"
     import statistics, time, torch
-    from minisgl_edu.core import random_workload
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
-    from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
-    from minisgl_edu.experiments import SHAPES, engine_model
+    from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.experiments import SHAPES, decoding_batch, engine_model
     cpu = torch.device(device).type == "cpu"
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     model = engine_model(device, SHAPES["8B"])
-    eng = Engine(EngineConfig(**model, num_pages=4 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=64))
-    ceilings = measure_ceilings(device, eng.dtype, quick)
-    tables = () if eng.model_config.tie_embeddings else (eng.model.embedding.weight,) # a tied one is the head: one matrix, used once
+    eng = Engine(EngineConfig(**model, num_pages=20 * sizes[-1], max_running_requests=sizes[-1], max_seq_len=320))
+    c, ceilings = eng.model_config, measure_ceilings(device, eng.dtype, quick)
+    tables = () if c.tie_embeddings else (eng.model.embedding.weight,) # a tied one is the head: one matrix, used once
     weights = [p for p in eng.model.parameters() if p.dim() == 2 and not any(p is t for t in tables)]
     def linears(b):
         xs = {n: torch.zeros(b, n, device=eng.device, dtype=eng.dtype) for n in {w.shape[1] for w in weights}}
         for w in weights: eng.model.head.ops.linear(xs[w.shape[1]], w) # packed or not, as the engine does it
+    kv = torch.zeros(c.num_layers, 2, sizes[-1], c.num_kv_heads, 256, c.head_dim, device=eng.device, dtype=eng.dtype)
+    def sdpa(b):
+        q = torch.zeros(b, c.num_kv_heads, c.num_qo_heads // c.num_kv_heads, c.head_dim, device=eng.device, dtype=eng.dtype)
+        for k, v in kv: torch.nn.functional.scaled_dot_product_attention(q, k[:b], v[:b])
     def timed(fn):
         start = time.perf_counter(); fn(); return (time.perf_counter() - start) * 1e3
-    times = {(b, what): [] for b in sizes for what in ("step", "linear")}
+    times = {(b, what): [] for b in sizes for what in ("step", linears, sdpa)}
     for _ in range(1 if quick else 5):
         for b in sizes:
-            batch = StaticBatch(eng, random_workload(b, 32, 32, eng.model_config.vocab_size, seed))
-            batch.step(); batch.step()  # prefill, and a decode step that warms up
+            batch = decoding_batch(eng, b, 256)
+            batch.step()  # warms up
             for _ in range(3 if quick else 6):
                 times[b, "step"].append(timed(batch.step))
-                times[b, "linear"].append(timed(lambda: eng.stream.submit(linears, b).synchronize()))
+                for bare in (linears, sdpa): times[b, bare].append(timed(lambda: eng.stream.submit(bare, b).synchronize()))
     eng.close()
     rows = []
     for b in sizes:
         low, mid, high = statistics.quantiles(times[b, "step"], n=4)
-        roof = roofline_ms(step_costs(eng.model_config, [(36, 37)] * b, eng.dtype), ceilings)
-        rows.append(dict(model="SmolLM2-135M" if cpu else "8B", batch=b, step_ms=mid, low_ms=low, high_ms=high, linear_ms=statistics.median(times[b, "linear"]), roofline_ms=roof,
+        roof = roofline_ms(step_costs(c, [(259, 260)] * b, eng.dtype), ceilings)
+        rows.append(dict(model="SmolLM2-135M" if cpu else "8B", batch=b, step_ms=mid, low_ms=low, high_ms=high, roofline_ms=roof,
+            linear_ms=statistics.median(times[b, linears]), sdpa_ms=statistics.median(times[b, sdpa]),
             tokens_per_s=1e3 * b / mid, roofline_share=roof / mid, repeats=len(times[b, "step"])))
     return rows
 

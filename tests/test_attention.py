@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 
-from minisgl_edu.attention import TorchAttention, as_run, causal_mask, extend_attention, make_backend, split_groups
+from minisgl_edu.attention import NumbaAttention, TorchAttention, as_run, decode_on_team, causal_mask, extend_attention, make_backend, split_groups
 from minisgl_edu.checkpoint import ModelConfig, dummy_weights
 from minisgl_edu.core import AttentionBackend, ForwardContext
 from minisgl_edu.device import memory_free
 from minisgl_edu.kvcache import KVPool, PageAllocator, create_page_table, pages_needed, slots_of
-from minisgl_edu.layers import TorchOps
+from minisgl_edu.layers import TorchOps, can_loop
 from minisgl_edu.models import create_model, generate_naive
 
 def reference(q, keys, values, cached_len):
@@ -87,6 +87,73 @@ def test_any_ratio_of_heads(name, heads):
 
 def test_half_precision_is_close():
     Case(SPANS["mixed"], 16, dim=64, dtype=torch.bfloat16).check(0.03) # the outputs themselves carry 8 bits
+
+loops = pytest.mark.skipif(not can_loop("cpu", torch.float32), reason="needs numba")
+
+class Looped(Case):
+    "A case in float32, run by the loop"
+    def __init__(self, *args, **options): super().__init__(*args, dtype=torch.float32, **options)
+    def run(self, backend=None, layer=0): return super().run(backend or NumbaAttention(None, self.pool, self.table), layer)
+
+@loops
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("name", SPANS)
+def test_the_loop_equals_the_dense_reference(name, page_size): Looped(SPANS[name], page_size).check(1e-5)
+
+@loops
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (7, 1), (14, 2)])
+@pytest.mark.parametrize("dim", [5, 64, 80])
+def test_the_loop_takes_any_heads(heads, dim):
+    spans = [(n - 1, n) for n in (1, 2, 31, 32, 33, 63, 64, 65, 150)] + [(3, 9)]
+    Looped(spans, 3, *heads, dim).check(1e-5)
+    Looped([(149, 150)], 3, *heads, dim).check(1e-5) # alone: its KV heads are shared out
+
+@loops
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), page_size=st.sampled_from([1, 3, 16, 64]), threads=st.integers(1, 5))
+def test_the_loop_on_any_team(seed, page_size, threads):
+    "Requests and heads are shared out without a gap, whatever the number of threads"
+    rng, before = random.Random(seed), torch.get_num_threads()
+    spans = [(n, n + 1) for n in (rng.choice([0, rng.randint(0, 120)]) for _ in range(rng.randint(1, 12)))]
+    try:
+        torch.set_num_threads(threads)
+        Looped(spans, page_size, 6, 2, seed=seed).check(1e-5)
+    finally: torch.set_num_threads(before)
+
+@loops
+def test_the_loop_without_openmp_runs_on_one_thread(monkeypatch):
+    import ctypes
+    def no(*_, **__): raise OSError("not loaded")
+    case = Looped(SPANS["mixed"], 3)
+    decode_on_team.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", no)
+    try: case.check(1e-5)
+    finally: decode_on_team.cache_clear()
+
+@loops
+def test_the_loop_stores_where_the_table_says_and_takes_strided_slices():
+    case, plain = (Looped(SPANS["decode"], 3, layers=2, seed=3) for _ in range(2))
+    want = plain.run(TorchAttention(None, plain.pool, plain.table), layer=1)
+    backend = NumbaAttention(None, case.pool, case.table)
+    backend.prepare(case.ctx)
+    k, v = (torch.cat([t[c:] for t, c in zip(ts, case.cached)]) for ts in (case.ks, case.vs))
+    qkv = torch.cat((torch.cat(case.qs), k, v), dim=1)  # as one product makes them
+    out = backend.forward(*qkv.split((4, 2, 2), dim=1), 1, case.ctx)
+    assert torch.allclose(out, want, atol=1e-5)
+    assert torch.equal(case.pool.kv.nan_to_num(7.0), plain.pool.kv.nan_to_num(7.0)), "one slot of each request is written, and no other"
+
+@loops
+def test_nan_in_a_request_stays_in_that_request():
+    case = Looped([(9, 10), (20, 21), (33, 34)], 3)
+    case.pool.kv[0, case.slots[1][4]] = torch.nan
+    out, want = case.run(), case.expected()
+    assert bool(out[1].isnan().all()) and torch.allclose(out[[0, 2]].double(), want[[0, 2]], atol=1e-5)
+
+@loops
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loop_refuses_other_types(dtype):
+    case = Case(SPANS["decode"], dtype=dtype)
+    with pytest.raises(ValueError, match=f"Numba, a CPU and float32, got {dtype} on cpu"): NumbaAttention(None, case.pool, case.table)
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), page_size=st.sampled_from([1, 3, 16, 64]), runs=st.booleans())
@@ -220,6 +287,8 @@ def test_slots_beyond_two_billion_elements():
 def test_backends_by_name():
     pool, table = KVPool(1, 2, 4, 2, 8, "cpu", torch.float32), create_page_table(1, 8, "cpu")
     for name in ("auto", "torch", TorchAttention): assert isinstance(make_backend(name, None, pool, table), TorchAttention)
+    if can_loop("cpu", torch.float32):
+        assert all(type(make_backend(name, None, pool, table)) is NumbaAttention for name in ("auto", "numba")) and type(make_backend("torch", None, pool, table)) is TorchAttention
     assert isinstance(make_backend("torch", None, pool, table), AttentionBackend)
     with pytest.raises(TypeError, match="tuple is no AttentionBackend: it lacks prepare, forward"): make_backend(lambda *args: args, 1, pool, table)
     for name in ("triton", "flash"):

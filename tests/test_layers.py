@@ -1,15 +1,16 @@
 "Layers against plain formulas and against transformers; sharded layers against whole ones"
-import math
+import math, subprocess, sys
 
-import pytest
+import numpy as np, pytest
 import torch
 import torch.nn.functional as F
 from types import SimpleNamespace
 
+from minisgl_edu import layers
 from minisgl_edu.checkpoint import materialize
 from minisgl_edu.core import Ops
 from minisgl_edu.distributed import TPGroup, single
-from minisgl_edu.layers import (ColumnLinear, LMHead, PackedOps, RMSNorm, RowLinear, TorchOps, VocabEmbedding, attention_factor, can_pack, default_inv_freq,
+from minisgl_edu.layers import (ColumnLinear, LMHead, NumbaOps, PackedOps, RMSNorm, RowLinear, TorchOps, VocabEmbedding, attention_factor, can_loop, can_pack, default_inv_freq,
     rope_inv_freq, rope_rows, rope_table)
 
 OPS = TorchOps()
@@ -259,3 +260,78 @@ def test_weights_are_packed_once_each():
         for w in weights: torch.testing.assert_close(ops.linear(rand(n, 16), w), F.linear(rand(n, 16), w), rtol=1e-5, atol=1e-4)
     assert len(ops._packed) == 3
     assert isinstance(ops, Ops)
+
+
+# --- loops of our own ---------------------------------------------------------------------------------------------------
+
+loops = pytest.mark.skipif(not can_loop("cpu", torch.float32), reason="needs numba")
+
+def looped(): return NumbaOps(TorchOps())
+
+@loops
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 65])
+@pytest.mark.parametrize("size", [1, 10, 96])
+def test_loops_equal_torch(num_tokens, size):
+    x, residual, weight = rand(num_tokens, size), rand(num_tokens, size, seed=1), rand(size, seed=2)
+    torch.testing.assert_close(looped().rms_norm(x, weight, 1e-5), OPS.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-6)
+    want, got = OPS.add_rms_norm(x, residual, weight, 1e-5), looped().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    gate_up = 8 * rand(num_tokens, 2 * size, seed=3)
+    torch.testing.assert_close(looped().silu_mul(gate_up), OPS.silu_mul(gate_up), rtol=1e-5, atol=1e-6)
+
+@loops
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 65])
+def test_loops_turn_strided_heads_in_place_and_leave_the_values_alone(num_tokens, normed):
+    qkv = rand(num_tokens, 8, 16)
+    rows = rope_rows(rope_table(rope_config(16), 128), torch.arange(num_tokens) + 3, torch.float32)
+    norms = (rand(16, seed=1), rand(16, seed=2), 1e-5) if normed else ()
+    want, values = OPS.rope(*qkv.clone().split((4, 2, 2), 1)[:2], rows, *norms), qkv[:, 6:].clone()
+    got = looped().rope(*qkv.split((4, 2, 2), 1)[:2], rows, *norms)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(qkv[:, 6:], values)
+
+@loops
+def test_loops_leave_other_types_and_layouts_to_torch():
+    for dtype in (torch.float64, torch.bfloat16):
+        x, weight = rand(3, 8, dtype=dtype), rand(8, seed=1, dtype=dtype)
+        assert torch.equal(looped().rms_norm(x, weight, 1e-5), OPS.rms_norm(x, weight, 1e-5))
+        assert torch.equal(looped().silu_mul(x), OPS.silu_mul(x))
+        rows = rope_rows(rope_table(rope_config(8), 8), torch.arange(3), dtype)
+        for a, b in zip(looped().rope(x[:, None], x[:, None], rows), OPS.rope(x[:, None], x[:, None], rows)): assert torch.equal(a, b)
+    columns = rand(8, 3).T  # not contiguous
+    torch.testing.assert_close(looped().rms_norm(columns, torch.ones(8), 1e-5), OPS.rms_norm(columns, torch.ones(8), 1e-5))
+    across = rand(3, 8, 2).transpose(1, 2)  # heads whose features lie apart
+    rows = rope_rows(rope_table(rope_config(8), 8), torch.arange(3), torch.float32)
+    for a, b in zip(looped().rope(across, across, rows), OPS.rope(across, across, rows)): assert torch.equal(a, b)
+
+@loops
+def test_loops_do_not_hide_what_is_broken():
+    wild = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, 2.0, 1.0, 0.0, -1.0]])
+    torch.testing.assert_close(looped().silu_mul(wild), OPS.silu_mul(wild), equal_nan=True)
+    for bad in (math.nan, math.inf):
+        x = torch.ones(2, 8); x[1, 3] = bad
+        out = looped().rms_norm(x, torch.ones(8), 1e-5)
+        assert out[0].isfinite().all() and out[1].isnan().any()
+
+@loops
+def test_exponential_over_its_whole_range():
+    values = np.linspace(-87, 88, 20_011, dtype=np.float32)
+    got = np.array([layers.exp(v) for v in values], dtype=np.float64)
+    assert np.abs(got / np.exp(values.astype(np.float64)) - 1).max() < 1e-5
+    near = np.linspace(-1, 1, 2_001, dtype=np.float32)
+    assert max(abs(layers.exp(v) / math.exp(v) - 1) for v in near) < 5e-7
+    assert layers.exp(np.float32(np.inf)) == np.inf and 0 <= layers.exp(np.float32(-np.inf)) < 1e-37 and math.isnan(layers.exp(np.float32(np.nan)))
+
+def test_without_numba_torch_does_it_all():
+    "Nothing else breaks where the package is missing"
+    code = ("import sys; sys.modules['numba'] = None\n"
+            "import torch; from minisgl_edu.layers import can_loop; from minisgl_edu.attention import make_backend; from minisgl_edu.kvcache import KVPool, create_page_table\n"
+            "from minisgl_edu.engine import pick_parts\n"
+            "pool, table = KVPool(1, 2, 4, 2, 8, 'cpu', torch.float32), create_page_table(1, 8, 'cpu')\n"
+            "cpu = torch.device('cpu')\n"
+            "print(can_loop('cpu', torch.float32), type(make_backend('auto', None, pool, table)).__name__, type(pick_parts('auto', cpu, torch.float32, False)[0]).__name__)\n"
+            "try: pick_parts('numba', cpu, torch.float32, True)\n"
+            "except ValueError as e: print(e)")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert out.stdout.splitlines() == ["False TorchAttention TorchOps", "attention_backend='numba' needs the package numba, a CPU and float32; this is torch.float32 on cpu"], out.stderr

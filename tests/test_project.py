@@ -16,7 +16,7 @@ MAX_CODE_LINES, MAX_FUNCTION, MAX_CELL = 5500, 60, 80
 STDLIB = set(sys.stdlib_module_names)
 ENGINE_NEEDS = {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "tqdm", "safetensors", "minisgl_edu"}
 MAY_NEED = {  # what one module may import besides
-    "kernels": {"triton"}, "checkpoint": {"gguf"}, "server": {"fastapi", "starlette", "pydantic", "prometheus_client"},
+    "layers": {"numba", "llvmlite"}, "kernels": {"triton"}, "checkpoint": {"gguf"}, "server": {"fastapi", "starlette", "pydantic", "prometheus_client"},
     "launch": {"uvicorn", "fastapi"}, "benchmark": {"httpx", "gguf", "xllamacpp"}, "cli": {"uvicorn", "fastapi", "prompt_toolkit"}, "draw": {"matplotlib", "IPython"}, "experiments": {"triton", "zmq"},
 }
 DEV_TOOLS = ["nbdev", "fastcore", "execnb", "matplotlib", "IPython", "ipykernel", "jupyterlab", "nbformat", "nbclient", "nbconvert",
