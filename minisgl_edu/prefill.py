@@ -8,7 +8,7 @@ from collections import deque
 from typing import Iterable
 
 # %% auto #0
-__all__ = ['total_pages', 'promised_pages', 'is_being_computed', 'PrefillManager']
+__all__ = ['total_pages', 'promised_pages', 'is_being_computed', 'Admission', 'PrefillManager']
 
 # %% ../nbs/15_prefill.ipynb #9feb2a73
 from .core import Batch, Req
@@ -31,19 +31,19 @@ def promised_pages(
     "What admission has promised and not yet handed out"
     return sum(total_pages(r, page_size) - len(r.pages) for r in reqs)
 
-# %% ../nbs/15_prefill.ipynb #4101dbac
+# %% ../nbs/15_prefill.ipynb #42c65de2
 def is_being_computed(
     req:Req,              # It waits
-    others:Iterable[Req], # Admitted requests
+    others:Iterable[Req], # Admitted, and neither their first token nor their row is back
     cache:CacheManager    # With a prefix cache that may learn from them
 )->bool:
-    "Does another request compute this very prompt? With its first token the pages are in the cache: nobody computes them twice"
-    if isinstance(cache.prefix_cache, NaivePrefixCache) or not any(not r.output_len and r.input_ids == req.input_ids for r in others): return False
+    "Does another request compute this very prompt? Soon the pages are in the cache: nobody computes them twice"
+    if isinstance(cache.prefix_cache, NaivePrefixCache) or not any(r.input_ids == req.input_ids for r in others): return False
     return cache.match(req.input_ids).num_tokens < (len(req.input_ids) - 1) // cache.page_size * cache.page_size  # else all of it is there already
 
-# %% ../nbs/15_prefill.ipynb #2fd10f93
-class PrefillManager:
-    "The queue of waiting requests, those between two chunks, and the decision who computes prompt tokens in this step"
+# %% ../nbs/15_prefill.ipynb #383844b7
+class Admission:
+    "Who waits, who is between two chunks, and what a request gets when it starts"
     def __init__(self,
         cache_manager:CacheManager, # Matches, locks, and knows how many pages are left
         table_manager:TableManager, # Hands out rows
@@ -53,6 +53,7 @@ class PrefillManager:
         self.cache, self.table, self.max_prefill_length, self.optimistic = cache_manager, table_manager, max_prefill_length, optimistic
         self.waiting: deque[Req] = deque()
         self.chunked: list[Req] = []  # admitted, with prompt tokens left to compute; oldest first
+        self.computing: list[Req] = []  # admitted, also with all of it launched: the prefix cache may not have the prompt yet
 
     @property
     def num_waiting(self)->int: return len(self.waiting) + len(self.chunked)
@@ -69,35 +70,6 @@ class PrefillManager:
         for queue in (self.chunked, self.waiting):
             req = next((r for r in queue if r.uid == uid), None)
             if req is not None: queue.remove(req); return req
-
-    def schedule(self,
-        running:Iterable[Req],  # Requests that decode: what they were promised is not free
-        budget:int|None=None    # Prompt tokens for this step; None is `max_prefill_length`
-    )->Batch|None: # The prompts and chunks of this step, or None
-        "The oldest chunked prompt, then the queue from its head, then the other chunked prompts, until the budget is used up"
-        if not self.num_waiting: return None
-        budget, reqs, running = budget or self.max_prefill_length, [], list(running)
-        def take(req, tokens):
-            req.schedule(min(tokens, len(req.input_ids) - req.cached_len))
-            reqs.append(req)
-            return budget - req.extend_len
-        oldest, others = self.chunked[:1], self.chunked[1:]
-        for req in oldest: budget = take(req, -(-budget // 2) if others or self.waiting else budget)
-        spoken_for = self._spoken_for(running)
-        for req in tuple(self.waiting):
-            if is_being_computed(req, (*self.chunked, *running), self.cache): continue
-            if not budget or (need := self._admit(req, spoken_for)) is None: break
-            self.waiting.remove(req); self.chunked.append(req)
-            spoken_for += 0 if self.optimistic else need
-            budget = take(req, budget)
-        for req in oldest:
-            more = min(budget, len(req.input_ids) - req.device_len)  # what those who waited did not need
-            req.schedule(req.extend_len + more)
-            budget -= more
-        for req in others:
-            if budget: budget = take(req, budget)
-        self.chunked = [r for r in self.chunked if r.is_chunk]  # the others compute their last chunk now
-        return Batch(reqs, "prefill") if reqs else None
 
     def _spoken_for(self, running)->int:
         "Pages to leave alone: what was promised, or one for each that runs, lest it be pushed back in the next step"
@@ -121,3 +93,36 @@ class PrefillManager:
         self.table.assign(req, match.pages)
         if self.optimistic: self.table.assign(req, self.cache.allocate(need))  # nobody keeps its promise for it
         return need
+
+# %% ../nbs/15_prefill.ipynb #a3980d0b
+class PrefillManager(Admission):
+    "The decision who computes prompt tokens in this step"
+    def schedule(self,
+        running:Iterable[Req],  # Requests that decode: what they were promised is not free
+        budget:int|None=None    # Prompt tokens for this step; None is `max_prefill_length`
+    )->Batch|None: # The prompts and chunks of this step, or None
+        "The oldest chunked prompt, then the queue from its head, then the other chunked prompts, until the budget is used up"
+        if not self.num_waiting: return None
+        budget, reqs, running = budget or self.max_prefill_length, [], list(running)
+        self.computing = [r for r in self.computing if r.table_idx >= 0 and not r.output_len]
+        def take(req, tokens):
+            req.schedule(min(tokens, len(req.input_ids) - req.cached_len))
+            reqs.append(req)
+            return budget - req.extend_len
+        oldest, others = self.chunked[:1], self.chunked[1:]
+        for req in oldest: budget = take(req, -(-budget // 2) if others or self.waiting else budget)
+        spoken_for = self._spoken_for(running)
+        for req in tuple(self.waiting):
+            if is_being_computed(req, self.computing, self.cache): continue
+            if not budget or (need := self._admit(req, spoken_for)) is None: break
+            self.waiting.remove(req); self.chunked.append(req); self.computing.append(req)
+            spoken_for += 0 if self.optimistic else need
+            budget = take(req, budget)
+        for req in oldest:
+            more = min(budget, len(req.input_ids) - req.device_len)  # what those who waited did not need
+            req.schedule(req.extend_len + more)
+            budget -= more
+        for req in others:
+            if budget: budget = take(req, budget)
+        self.chunked = [r for r in self.chunked if r.is_chunk]  # the others compute their last chunk now
+        return Batch(reqs, "prefill") if reqs else None

@@ -339,7 +339,7 @@ class Queues:
         self.prefill.add(req, front=True)
         self.counts["retracted"] += 1
 
-# %% ../nbs/16_scheduler.ipynb #0bf690df
+# %% ../nbs/16_scheduler.ipynb #fcb06112
 class Steps(Queues):
     "Schedule, launch, process: the three pieces of every loop"
     def _schedule(self)->Plan|None:
@@ -377,9 +377,9 @@ class Steps(Queues):
         for i, (req, span, token) in enumerate(zip(plan.batch.reqs, plan.batch.spans, tokens)):
             if error is not None: self._fail(req, span, error)
             elif token < 0: self._fail(req, span, RequestError("the model's scores for the next token are not finite numbers (NaN or infinity)", code="not_finite"))
-            elif req.finish_reason: continue  # ended while the step ran: its token is thrown away
-            elif not span.is_chunk: self._append(req, token, logprobs.get(i))  # a chunk's is, too: no news, and no end
-            if span.device_len - span.cached_len > 1 and not req.finish_reason: self._keep(req, span)
+            elif not req.finish_reason:  # else it ended while the step ran: its token is thrown away
+                if span.cached_len < req.prompt_len: self._keep(req, span)
+                if not span.is_chunk: self._append(req, token, logprobs.get(i))  # a chunk's is thrown away, too: no news, and no end
         self._release()
         return self.ledger.take_events()
 

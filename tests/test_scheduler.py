@@ -231,18 +231,45 @@ def test_the_same_prompt_twice_finds_itself(make_scheduler):  # F04
 
 
 @pytest.mark.parametrize("loop", [Scheduler, OverlapScheduler])
-def test_equal_prompts_at_once_are_computed_once(make_scheduler, loop):
-    "Also in chunks; the first computes, the others wait for its pages, and all get what each gets alone"
-    solo = alone(make_scheduler, prompt_of(18), greedy(5))
-    for chunk in (64, 8):
-        s = loop(make_scheduler(max_prefill_length=chunk).engine)
-        for uid in range(4): s.add(uid, prompt_of(18), greedy(5))
-        s.add(4, prompt_of(6, 1), greedy(5))
+@pytest.mark.parametrize("max_tokens, ends", [(5, False), (1, False), (5, True)])
+def test_equal_prompts_at_once_are_computed_once(make_scheduler, loop, max_tokens, ends):
+    "Also in chunks, down to one token, and where the first token is the last; the first computes, the others wait for its pages, and all get what each gets alone"
+    params = greedy(max_tokens, ignore_eos=not ends)
+    eos = tuple(alone(make_scheduler, prompt_of(18), greedy(1))[0]) if ends else None
+    solo = alone(make_scheduler, prompt_of(18), params, eos=eos)
+    assert len(solo[0]) == (1 if ends else max_tokens)
+    for chunk in (64, 8, 1):
+        s = loop(make_scheduler(max_prefill_length=chunk, eos=eos).engine)
+        for uid in range(4): s.add(uid, prompt_of(18), params)
+        s.add(4, prompt_of(6, 1), params)
         events = []
         while s.has_work: events += s.step(); s.check_integrity()
-        assert all(([e.token_id for e in events if e.uid == uid], "length") == solo for uid in range(4))
+        news = [[e for e in events if e.uid == uid] for uid in range(4)]
+        assert all(([e.token_id for e in each], each[-1].finish_reason) == solo for each in news)
         assert {e.uid: e.cached_tokens for e in events} == {0: 0, 1: 16, 2: 16, 3: 16, 4: 0}
         assert s.stats()["prefill_tokens"] == 18 + 3 * 2 + 6 and s.stats()["pages_used"] == 0
+
+
+@pytest.mark.parametrize("leave", ["abort", "stop"])
+def test_a_double_finds_what_is_launched_for_one_that_left(make_scheduler, leave):
+    "Its client has gone, its step is on the device: what that computes is waited for all the same"
+    s = OverlapScheduler(make_scheduler().engine)
+    for uid in range(2): s.add(uid, prompt_of(12), greedy(3))
+    s.step()
+    getattr(s, leave)(0)
+    assert run(s)[1] == alone(make_scheduler, prompt_of(12), greedy(3))
+    assert s.stats()["prefill_tokens"] == 12 + 4
+
+
+def test_a_double_of_one_that_failed_computes_the_prompt_itself(make_scheduler):
+    s = OverlapScheduler(make_scheduler().engine)
+    forward = s.engine.forward_batch
+    s.engine.forward_batch = lambda ctx, args: 1 / 0
+    for uid in range(2): s.add(uid, prompt_of(12), greedy(1))
+    s.step(); s.engine.stream.synchronize()
+    s.engine.forward_batch = forward
+    out = run(s)
+    assert out[0] == ([], "error") and out[1] == alone(make_scheduler, prompt_of(12), greedy(1)) and s.stats()["prefill_tokens"] == 24
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
