@@ -125,6 +125,7 @@ class Book:
         s.check_integrity()
         stats, reqs = s.stats(), s.holders()
         assert stats["pages_free"] + stats["pages_cached"] + sum(len(s.cache.owned(r)) for r in reqs) + sum(len(p) for *_, p in s.cache.parting) == stats["pages_total"]
+        assert s.cache.in_cache == s.cache.kept(reqs)
         assert len({r.table_idx for r in reqs}) == len(reqs) == s.engine.dummy_row - stats["rows_free"]
         for r in reqs:
             assert 0 <= r.cached_len <= r.device_len <= r.max_device_len and (r.cached_len < r.device_len or r.is_chunk)

@@ -61,7 +61,7 @@ def test_a_match_inside_a_node_protects_no_more_than_the_match():
 def test_eviction_and_allocation_count_in_pages():  # F05
     m = CacheManager(8, 4, RadixCache(8, 4))
     pages = m.allocate(4)
-    assert m.prefix_cache.insert(list(range(16)), pages) == [] and m.available_pages == 8
+    assert m.insert(list(range(16)), pages) == [] and m.available_pages == 8
     got = m.allocate(6)
     assert len(set(got)) == 6 and m.cached_pages == 2 and m.allocator.num_free == 0
     m.allocator.check_integrity([*got, *m.prefix_cache.match_prefix(list(range(16))).pages])

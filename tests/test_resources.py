@@ -179,6 +179,72 @@ def test_a_page_that_the_cache_gave_up_under_a_hit_is_noticed():
     with pytest.raises(AssertionError, match="given up"): cache.check_integrity([b])
 
 
+def lies():
+    "Caches that return something else than they did, each with the words that must be said of it"
+    class Nothing(PageChainCache):
+        def insert(self, token_ids, pages): super().insert(token_ids, pages)
+    class Floats(PageChainCache):
+        def insert(self, token_ids, pages): return [float(p) for p in pages]
+    class Nested(PageChainCache):
+        def insert(self, token_ids, pages): return [pages]
+    class NotOffered(PageChainCache):
+        def insert(self, token_ids, pages): return [*super().insert(token_ids, pages), 7]
+    class Shared(PageChainCache):  # refuses a page that it had before
+        def insert(self, token_ids, pages): return [*super().insert(token_ids, pages), pages[0]] if len(pages) > 2 else super().insert(token_ids, pages)
+    class Twice(NaivePrefixCache):
+        def __init__(self, num_pages, page_size): pass
+        def insert(self, token_ids, pages): return list(pages) * 2
+    class TwoOwners(PageChainCache):
+        def insert(self, token_ids, pages): super().insert(token_ids, pages); return list(pages)
+    class Loses(PageChainCache):
+        def insert(self, token_ids, pages): return []
+    class Deaf(PageChainCache):
+        def evict(self, num_pages): super().evict(num_pages)
+    class Letters(PageChainCache):
+        def evict(self, num_pages): return "".join(map(str, super().evict(num_pages)))
+    class NotIts(PageChainCache):
+        def evict(self, num_pages): return [*super().evict(num_pages)[1:], 4]
+    class Again(PageChainCache):
+        def evict(self, num_pages): return super().evict(num_pages) * 2
+    class Stingy(PageChainCache):
+        def evict(self, num_pages): return super().evict(num_pages - 1)
+    class Drops(PageChainCache):
+        def evict(self, num_pages): return super().evict(num_pages + 1)[1:]
+    class Hoards(PageChainCache):  # gives up what it still finds
+        def evict(self, num_pages): return list(self.page.values())[:num_pages]
+    class Breaks(PageChainCache):  # takes no notice of a lock
+        def evict(self, num_pages): self.locks = dict.fromkeys(self.locks, 0); return super().evict(num_pages)
+    return [(Nothing, r"insert returned None: no list of page numbers"), (Floats, r"insert returned \[0.0, 1.0\]: no list of page numbers"),
+            (Nested, r"insert returned \[\[0, 1\]\]: no list of page numbers"), (NotOffered, r"insert returned \[7\]: page 7 is not the caller's"),
+            (Shared, r"insert returned \[0\]: page 0 is not the caller's"), (Twice, r"insert returned \[0, 1, 0, 1\]: a page comes twice"),
+            (TwoOwners, "insert says it took 0 of 2 pages, and its counts grew by 2"), (Loses, "insert says it took 2 of 2 pages, and its counts grew by 0"),
+            (Deaf, "evict returned None: no list of page numbers"), (Letters, "evict returned '.*': no list of page numbers"),
+            (NotIts, r"evict returned \[.*4\]: page 4 is not in the cache"), (Again, "evict returned .*: a page comes twice"),
+            (Stingy, r"evict gave up 1 pages of 2 wanted, and its counts \(evictable, protected\) went from \(2, 2\) to \(1, 2\)"),
+            (Drops, r"evict gave up 1 pages of 2 wanted, .* from \(2, 2\) to \(0, 2\)"), (Hoards, r"evict gave up 2 pages of 2 wanted, .* from \(2, 2\) to \(2, 2\)"),
+            (Breaks, r"evict gave up 2 pages of 2 wanted, .* from \(2, 2\) to \(2, 0\)")]
+
+
+@pytest.mark.parametrize("kind, words", lies(), ids=lambda x: getattr(x, "__name__", ""))
+def test_a_cache_that_lies_is_named(kind, words):
+    "At the call that went wrong, and not where somebody else's page turns up"
+    table, cache = table_of(4, 32, 4), CacheManager(8, 4, kind(8, 4))
+    with pytest.raises(TypeError, match=f"^cache: {kind.__name__}.{words}$"):
+        a = request(0, list(range(8))); admit(a, table, cache); finish(a, table, cache)
+        b = request(1, list(range(17))); admit(b, table, cache); finish(b, table, cache)   # finds two pages, brings two
+        c = request(2, [*range(8), 50]); admit(c, table, cache)                            # locks two, and owns page 4
+        cache.allocate(cache.allocator.num_free + 2)
+
+
+def test_a_cache_that_does_not_find_what_it_took_is_named():
+    "A live request would go on owning pages that the cache may give up"
+    class Shortsighted(PageChainCache):
+        def match_prefix(self, token_ids): return super().match_prefix(token_ids[:4])
+    table, cache = table_of(1, 32, 4), CacheManager(8, 4, Shortsighted(8, 4))
+    a = request(0, list(range(8))); admit(a, table, cache); a.complete_one()
+    with pytest.raises(TypeError, match="^cache: Shortsighted.match_prefix does not find all that insert took$"): cache.keep(a, 8)
+
+
 @given(st.sampled_from([1, 2, 3, 5]), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 14), st.integers(0, 6), st.booleans()), max_size=25), st.booleans())
 def test_random_lives_leave_nothing_behind(page_size, lives, keeps):
     "Prompts that share prefixes come and go in any order; after every step each page is in one place"
@@ -192,10 +258,11 @@ def test_random_lives_leave_nothing_behind(page_size, lives, keeps):
         r = request(uid, [family] * 3 + list(range(length)))
         admit(r, table, cache); live.append(r)
         cache.check_integrity(live); table.check_integrity(live)
-        assert keeps or r.cached_tokens == 0
+        assert cache.in_cache == cache.kept(live) and (keeps or r.cached_tokens == 0)
     while live:
         finish(live.pop(), table, cache)
         cache.check_integrity(live); table.check_integrity(live)
+        assert cache.in_cache == cache.kept(live)
     assert cache.available_pages == num_pages and cache.prefix_cache.protected_pages == 0 and table.num_free == 3
 
 
