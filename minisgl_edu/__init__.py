@@ -5,9 +5,9 @@ __version__ = "0.1.0"
 # at once wake late (chapter 24). Large tensors in pages of 2 MiB are read faster (chapter 02; Linux). Whoever has chosen keeps
 # the choice, and with MINISGL_PLAIN=1 PyTorch stays as it comes.
 import os
-if not os.environ.get("MINISGL_PLAIN"):
-    if "OMP_WAIT_POLICY" not in os.environ: os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+_tuned = {"THP_MEM_ALLOC_ENABLE": "1", **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "20000"})}
+_tuned = {} if os.environ.get("MINISGL_PLAIN") else {name: value for name, value in _tuned.items() if name not in os.environ}
+os.environ.update(_tuned)
 del os
 
 # Names of the public face and the chapter that defines each. Imported on first use, so that

@@ -1718,12 +1718,14 @@ def online(device="cpu", quick=False, seed=0):
     if device != "cpu": return [{"skipped": "needs a web framework and the default model on this device's machine", "ttft_ms": None, "ms": None, "tokens_per_s": None}]
     return run_online(None, device, quick, seed)
 
-# %% ../nbs/26_benchmark.ipynb #8043a995
-def skinny_rates(device, dtype, quick, ops):
-    "GB/s of weights by number of rows, of KV gathered page by page, of KV attended from the cache: one round, at shapes of no model"
+# %% ../nbs/26_benchmark.ipynb #8838e10b
+def skinny_rates(device, dtype, quick, ops, backend):
+    "GB/s of weights by number of rows, and of KV that attention reads: one round, at shapes that the default model does not have"
     import torch
+    from minisgl_edu.core import ForwardContext
     from minisgl_edu.device import linear_cost, time_once
-    n, matrices, numbers = 768, 8 if quick else 228, (8 if quick else 128) << 20  # as many bytes as the default model: a cache for one is a cache for the other
+    from minisgl_edu.kvcache import KVPool, create_page_table
+    n, matrices, num = 768, 8 if quick else 228, 64 if quick else 1024  # as many bytes as the default model, twice: a cache for one is a cache for the other
     rates, weights = {}, torch.full((matrices, n, n), 0.01, device=device, dtype=dtype).unbind()
     for rows in (1, 4, 16, 64):
         x = torch.randn(rows, n, device=device, dtype=dtype)
@@ -1731,15 +1733,14 @@ def skinny_rates(device, dtype, quick, ops):
             for w in weights: ops.linear(x, w)
         products()  # packs the weights
         rates[rows] = linear_cost("", rows, n, n, dtype.itemsize, matrices).bytes / time_once(products, device) / 1e6
-    kv = torch.ones(numbers, device=device, dtype=dtype).view(-1, 2, 4, 64)  # tokens of 512 numbers
-    slots = (torch.randperm(len(kv) // 16, device=device)[:, None] * 16 + torch.arange(16, device=device)).flatten()
-    scratch, q = kv.new_empty(1024, 2, 4, 64), torch.randn(4, 4, 4, 64, device=device, dtype=dtype)
-    def gather():
-        for part in slots.split(1024): torch.index_select(kv, 0, part, out=scratch)
-    def attend():
-        k, v = scratch.view(4, 256, 2, 4, 64).permute(2, 0, 3, 1, 4)
-        for _ in range(len(kv) // 1024): torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    return rates | {name: kv.nbytes / time_once(fn, device) / 1e6 for name, fn in (("gather", gather), ("attend", attend))}
+    pool, table, rows = KVPool(1, 16 * num, 16, 4, 64, device, dtype), create_page_table(num, 256, device), torch.arange(num, device=device)
+    pool.kv.fill_(1)
+    table.copy_((torch.randperm(16 * num, device=device).view(num, 16, 1) * 16 + torch.arange(16, device=device)).flatten(1))
+    ctx = ForwardContext("decode", [255] * num, [256] * num, rows, rows * 0, rows * 0 + 255, table[:, 255].long(), rows)
+    attention, qkv = backend(None, pool, table), [torch.randn(num, heads, 64, device=device, dtype=dtype) for heads in (16, 4, 4)]
+    attention.prepare(ctx)
+    attention.forward(*qkv, 0, ctx)  # translates
+    return rates | {"attention": pool.kv.nbytes / time_once(lambda: attention.forward(*qkv, 0, ctx), device) / 1e6}
 
 def refined_ms(costs, rows, ceilings, rates, num_ops):
     "A step at the rates that its operations reach in their own form: ms of products, of attention, of the rest"
@@ -1748,11 +1749,11 @@ def refined_ms(costs, rows, ceilings, rates, num_ops):
     steps = [1, 4, 16, 64]
     product_gb_s = 1 / np.interp(math.log2(rows), [math.log2(r) for r in steps], [1 / rates[r] for r in steps])
     rest = sum(c.bytes for c in costs if c.name in ("embedding", "pointwise")) / ceilings.copy_gb_s / 1e6 + num_ops * ceilings.launch_us / 1e3
-    attention = sum(c.bytes for c in costs if c.name == "attention") * (1 / rates["gather"] + 1 / rates["attend"]) / 1e6
+    attention = sum(c.bytes for c in costs if c.name == "attention") / rates["attention"] / 1e6
     products = sum(c.bytes for c in costs if c.name not in ("embedding", "pointwise", "attention")) / product_gb_s / 1e6
     return float(products), attention, rest
 
-# %% ../nbs/26_benchmark.ipynb #3660f282
+# %% ../nbs/26_benchmark.ipynb #6d350cb8
 def decode_at(eng, batch, context):
     "A decode step of `batch` requests that hold `context` tokens each, their pages dealt out in turns, ready to be called"
     from minisgl_edu.core import Batch, Req, SamplingParams
@@ -1774,30 +1775,32 @@ def step_times(device="cpu", quick=False, seed=0):
     from minisgl_edu.checkpoint import default_model, ModelConfig
     from minisgl_edu.device import kv_bytes_per_token, measure_ceilings, memory_free, roofline_ms, step_costs, time_once
     from minisgl_edu.engine import Engine, EngineConfig
+    from minisgl_edu.layers import NumbaOps, PackedOps, TorchOps, can_pack
     if device != "cpu": return [dict(skipped="the error table is about the CPU; chapters 12 and 13 measure this device", step_ms=None, roofline_ms=None, refined_ms=None)]
     dtype, config = torch.float32, ModelConfig.from_dir(default_model())
     room = memory_free(device) // 4 // kv_bytes_per_token(config, dtype)  # tokens of KV in a quarter of the free memory
     grid = [(b, n) for b in ((1, 8) if quick else (1, 2, 8, 32)) for n in ((128,) if quick else (128, 512, 2048)) if b * n <= max(room, 128)]
     eng = Engine(EngineConfig(device=device, dtype="float32", num_pages=max(b * n for b, n in grid) // 16, max_running_requests=32, max_seq_len=max(n for _, n in grid)))
     eng.stream.submit(eng.pool.kv.fill_, 0.5).synchronize()  # memory that nobody wrote is not there yet
-    steps, ceilings, rounds, ops = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), [], type(eng.model.head.ops)()
+    steps, ceilings, rounds, ops = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), [], PackedOps() if can_pack(device, dtype) else TorchOps()
     counter = OpCounter()
     def count():
         with counter: steps[grid[0]][1]()
     eng.stream.submit(count).synchronize()
+    num_ops = len(counter.names) + 6 * config.num_layers * isinstance(eng.model.head.ops, NumbaOps)  # loops are started too, but not counted
     for step, _ in steps.values(): step()
     for _ in range(1 if quick else 5):
         rates = {}
-        eng.stream.submit(lambda: rates.update(skinny_rates(device, dtype, quick, ops))).synchronize()
+        eng.stream.submit(lambda: rates.update(skinny_rates(device, dtype, quick, ops, type(eng.backend)))).synchronize()
         rounds.append((rates, {case: [time_once(step, device) for _ in range(2)] for case, (step, _) in steps.items()}))
         if hasattr(ops, "_packed"): ops._packed.clear()
     eng.close()
     rates, rows = {k: statistics.median(r[k] for r, _ in rounds) for k in rounds[0][0]}, []
     for batch, context in grid:
         times, costs = sorted(t for _, r in rounds for t in r[batch, context]), step_costs(config, [(context - 1, context)] * batch, dtype)
-        parts = refined_ms(costs, batch, ceilings, rates, len(counter.names))
+        parts = refined_ms(costs, batch, ceilings, rates, num_ops)
         rows.append(dict(batch=batch, context=context, step_ms=statistics.median(times), low_ms=times[0], high_ms=times[-1], roofline_ms=roofline_ms(costs, ceilings), refined_ms=sum(parts),
-            products_ms=parts[0], attention_ms=parts[1], rest_ms=parts[2], operations=len(counter.names), repeats=len(times), dtype=str(dtype)))
+            products_ms=parts[0], attention_ms=parts[1], rest_ms=parts[2], operations=num_ops, repeats=len(times), dtype=str(dtype)))
     return rows
 
 # %% ../nbs/26_benchmark.ipynb #2fa981be

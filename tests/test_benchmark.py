@@ -1,8 +1,8 @@
 "The benchmark: traces, percentiles, a client against a small server, the command's refusals, and the tables of claims"
-import asyncio, json, threading
+import asyncio, json, os, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import pytest
+import pytest, torch
 
 from minisgl_edu import benchmark as B
 from minisgl_edu.benchmark import CLAIMS, STATEMENTS, VERDICTS, Claim, Session
@@ -70,10 +70,10 @@ def test_summary():
 def test_comparison_takes_medians_of_rounds():
     times = {"a": iter([1.0, 2.0, 9.0]), "b": iter([2.0, 8.0, 9.0])}
     work = B.equal_workload(2, 3, 4, 50)
-    def peer(t): return lambda w: [(0.25, 0.5), (0.5, next(t))]  # first and last token of both requests
+    def peer(t): return lambda w: ([(0.25, 0.5), (0.5, next(t))], 1_000_000)  # first and last token of both requests; bytes
     a, b = B.compare(work, {n: peer(t) for n, t in times.items()}, 3, holds=5_000_000)
     assert (a["ttft_ms"], a["tpot_ms"], b["tpot_ms"]) == (375.0, pytest.approx(1e3 * (0.25 + 0.5) / 3 / 2), pytest.approx(1e3 / 3 * 0.875))
-    assert a["memory_mb"] is None or 5 <= a["memory_mb"] < 100
+    assert (a["memory_mb"], b["memory_mb"]) == (6, 1)
     assert (work.output_tokens, work.prompt_tokens) == (8, 6) and (a["tokens_per_s"], a["low"], a["high"], a["ratio"]) == (4.0, 8 / 9, 8.0, 1.0)
     assert (b["tokens_per_s"], b["ratio"]) == (1.0, 2.0)
     text = B.table([dict(r, peer=p, ideal_tokens_per_s=16.0) for r, p in ((a, "minisgl_edu"), (b, "other"))])
@@ -141,12 +141,41 @@ def test_a_failed_answer_is_an_error(events, status, why):
     with Small(events, status) as server, pytest.raises(RuntimeError, match=why): play(server, [Session(0.0, [("a", 1)])])
 
 
+def _settings():
+    import minisgl_edu
+    return {name: os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT", "MINISGL_PLAIN")}, minisgl_edu._tuned
+
+def test_a_peer_in_its_own_process_finds_torch_as_it_comes(monkeypatch):
+    import minisgl_edu
+    monkeypatch.setattr(minisgl_edu, "_tuned", {"THP_MEM_ALLOC_ENABLE": "1", "GOMP_SPINCOUNT": "20000"})
+    for name, value in minisgl_edu._tuned.items(): monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with B.OwnProcess() as other: settings, tuned = other.call(_settings)
+    assert settings == {"THP_MEM_ALLOC_ENABLE": None, "GOMP_SPINCOUNT": None, "MINISGL_PLAIN": "1"} and tuned == {}
+    assert dict(os.environ) == before, "here they are as before"
+
+
+def test_what_the_reader_has_chosen_reaches_the_peers(monkeypatch):
+    import minisgl_edu
+    monkeypatch.setattr(minisgl_edu, "_tuned", {})
+    monkeypatch.setenv("GOMP_SPINCOUNT", "123")
+    with B.OwnProcess() as other: assert other.call(_settings)[0]["GOMP_SPINCOUNT"] == "123"
+
+
+def test_a_transformers_peer_serves_from_its_own_process(tiny_model_dir):
+    work = B.mixed_workload(3, 2, 6, 128)
+    with B.OwnProcess() as other:
+        for size in (2, None):
+            moments, extra = other.peer(B.make_transformers, str(tiny_model_dir), torch.float32, "cpu", size)(work)
+            assert len(moments) == 3 and all(0 < first <= last for first, last in moments) and (extra is None or extra >= 0)
+
+
 def test_the_engine_is_a_peer(tiny_model_dir):
     from minisgl_edu.experiments import host_ms
     from minisgl_edu.llm import LLM
     from minisgl_edu.scheduler import Scheduler
     with LLM(str(tiny_model_dir), device="cpu", num_pages=32, max_running_requests=4) as llm:
-        rows = B.compare(B.mixed_workload(3, 2, 6, 128), {"minisgl_edu": B.engine_peer(llm)}, 1)
+        rows = B.compare(B.mixed_workload(3, 2, 6, 128), {"minisgl_edu": lambda w: B.peak_above(lambda: B.engine_peer(llm)(w))}, 1)
         assert host_ms(Scheduler(llm.engine), 2, 3) > 0
         turns = B.turn_ttft(llm, {"other": lambda w: [(1.0, 1.0)]}, 128, (8, 4, 2, 2))
         llm.scheduler.check_integrity()
@@ -259,10 +288,10 @@ def test_a_skipped_record_is_no_measurement():
 # --- the measuring cells ----------------------------------------------------------------------------------------------
 
 def test_the_refined_prediction_adds_up():
-    "Products at the rate of their rows, attention gathered and attended, the rest at copy rate plus launches"
+    "Products at the rate of their rows, attention at its own, the rest at copy rate plus launches"
     from minisgl_edu.device import Ceilings, OpCost
     from minisgl_edu.experiments import refined_ms
-    rates = {1: 10.0, 4: 5.0, 16: 4.0, 64: 2.0, "gather": 20.0, "attend": 30.0}
+    rates = {1: 10.0, 4: 5.0, 16: 4.0, 64: 2.0, "attention": 12.0}
     costs = [OpCost("qkv", 10**9, 0), OpCost("lm_head", 10**9, 0), OpCost("attention", 6 * 10**8, 0), OpCost("pointwise", 10**8, 0)]
     ceilings = Ceilings(40.0, 50.0, 1.0, 2.0, "pretended", None)
     for rows, products in ((1, 200), (4, 400), (16, 500), (64, 1000), (32, 750)): assert refined_ms(costs, rows, ceilings, rates, 1000) == pytest.approx((products, 50, 2 + 2))
