@@ -56,7 +56,7 @@ class StopMsg:
     "Detokenizer to scheduler: a stop string was found; the request ends without another word"
     uid: int
 
-# %% ../nbs/21_messages.ipynb #40e44662
+# %% ../nbs/21_messages.ipynb #9517ceab
 @dataclass(frozen=True)
 class TokenMsg:
     "Scheduler to detokenizer: one token of one request, its end, or both"
@@ -77,6 +77,7 @@ class TokenText:
     bytes: tuple[int,...] # Its UTF-8 bytes: joined over tokens, they are the text
     logprob: float        # Natural logarithm of the model's own probability
     top: tuple[TokenText,...] = () # The likeliest tokens in its place, falling
+    start: int = 0        # Where it begins: so many characters of the answer precede it
 
 @dataclass(frozen=True)
 class ReplyMsg:

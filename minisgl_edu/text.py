@@ -38,7 +38,7 @@ def _check_text(
     except UnicodeEncodeError as e: raise RequestError(f"{what} is not valid Unicode: lone surrogate at position {e.start}", param) from None
     return text
 
-# %% ../nbs/19_text.ipynb #dd898307
+# %% ../nbs/19_text.ipynb #6f1c1e20
 ROLES = ("developer", "system", "user", "assistant", "tool")
 
 def _check_message(
@@ -58,7 +58,8 @@ def _check_message(
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text": raise RequestError(f"{what}.content may only hold parts of type text", "messages")
-        content = "".join(_check_text(part.get("text"), "messages", f"{what}.content") for part in content)
+        content = "".join(_check_text(part.get("text"), "messages", f"{what}.content[{j}].text") for j, part in enumerate(content))
+    if not isinstance(content, str): raise RequestError(f"{what}.content must be a string or a list of text parts, got {content!r:.80}", "messages")
     return dict(role=message["role"], content=_check_text(content, "messages", f"{what}.content"), **extra)
 
 # %% ../nbs/19_text.ipynb #a43d5743
@@ -192,7 +193,7 @@ class WindowDetokenizer:
         self.context, self.held = self.held, []
         return added
 
-# %% ../nbs/19_text.ipynb #2bfdc054
+# %% ../nbs/19_text.ipynb #4eec3bfa
 class Detokenizer:
     "Token ids in, text increments out; joined, they are the decode of all ids, without the end-of-sequence token that ends them"
     def __init__(self,
@@ -204,6 +205,7 @@ class Detokenizer:
         self.inner = ByteDetokenizer(table) if table.is_byte_level else WindowDetokenizer(table)
         self.skip = table.special if skip_special_tokens else frozenset()
         self.eos_ids, self.pending_eos = frozenset(eos_ids), None
+        self.newest, self.shows, self.length = None, "", 0 # the last token, what it made certain, and all the text so far (characters)
 
     def push(self,
         token_id:int # The next token
@@ -211,9 +213,17 @@ class Detokenizer:
         "Take one token; say what is certain by now"
         before, self.pending_eos = self.pending_eos, None
         text = "" if before is None else self._push(before) # so it was not the last one
-        if token_id in self.eos_ids: self.pending_eos = token_id
-        else: text += self._push(token_id)
-        return text
+        self.newest, ends = token_id, token_id in self.eos_ids
+        if ends: self.pending_eos = token_id
+        self.shows = "" if ends else self._push(token_id)
+        self.length += len(text + self.shows)
+        return text + self.shows
+
+    @property
+    def start(self)->int:
+        "Where the newest token's text begins: so many characters precede it"
+        own = self.inner.table.bytes_of(self.newest).decode("utf-8", "replace")
+        return self.length - len(own if self.shows.endswith(own) else self.shows)
 
     def _push(self, token_id:int)->str:
         return "" if token_id in self.skip else self.inner.push(token_id)
@@ -258,7 +268,7 @@ class StopChecker:
         text, self.held = self.held, ""
         return text
 
-# %% ../nbs/19_text.ipynb #175e4547
+# %% ../nbs/19_text.ipynb #0fa09e7d
 class TextStream:
     "One request's way back to text: detokenize, then look for stop strings"
     def __init__(self,
@@ -269,6 +279,9 @@ class TextStream:
     ):
         self.detokenizer, self.checker = Detokenizer(tokenizer, skip_special_tokens, eos_ids), StopChecker(stop)
         self.bytes_of = token_table(tokenizer).bytes_of # spells a token, for whoever shows log-probabilities
+
+    @property
+    def start(self)->int: return self.detokenizer.start # Where the newest token's text begins, if no stop string cuts it off
 
     def push(self,
         token_id:int|None,        # The next token; None if the request ended without one

@@ -51,19 +51,20 @@ class TokenizerLoop:
             else: forward += [SubmitMsg(uid, ids, params) for uid, params in wanted]
         return forward, refused
 
-# %% ../nbs/22_workers.ipynb #6806b11b
+# %% ../nbs/22_workers.ipynb #8a424cc8
 def spell_logprobs(
     token_id:int,                    # The token that was chosen
     logprobs:TokenLogprobs,          # Its own, and the likeliest
-    bytes_of:Callable[[int],bytes]   # Spells a token
+    bytes_of:Callable[[int],bytes],  # Spells a token
+    start:int=0                      # Where in the answer it begins (characters)
 )->TokenText:
     "Log-probabilities with the tokens spelled out: as text, and as bytes, since half a character has no text"
-    def spell(token, logprob, top=()):
+    def spell(token, logprob, top=(), start=0):
         spelled = bytes_of(token)
-        return TokenText(spelled.decode("utf-8", "replace"), tuple(spelled), logprob, top)
-    return spell(token_id, logprobs.logprob, tuple(spell(*pair) for pair in logprobs.top))
+        return TokenText(spelled.decode("utf-8", "replace"), tuple(spelled), logprob, top, start)
+    return spell(token_id, logprobs.logprob, tuple(spell(*pair) for pair in logprobs.top), start)
 
-# %% ../nbs/22_workers.ipynb #17f017cd
+# %% ../nbs/22_workers.ipynb #27d92fef
 class _Stream:
     "One request in the detokenizer: its text so far, and what the client has not been told"
     def __init__(self,
@@ -80,8 +81,9 @@ class _Stream:
         "Take one message"
         self.last = msg
         if msg.token_id is not None: self.new_ids.append(msg.token_id); self.count += 1
-        if msg.logprobs and msg.finish_reason != "stop": self.new_logprobs.append(spell_logprobs(msg.token_id, msg.logprobs, self.text.bytes_of))
         piece, stopped = self.text.push(msg.token_id, msg.finish_reason or False)
+        if msg.logprobs and msg.finish_reason != "stop":
+            self.new_logprobs.append(spell_logprobs(msg.token_id, msg.logprobs, self.text.bytes_of, self.text.start))
         self.new_text += piece
         self.finish_reason = "stop" if stopped else msg.finish_reason
         return stopped and msg.finish_reason is None

@@ -119,6 +119,39 @@ def test_end_of_sequence_is_not_text(tok):
     plain = hi[0] # an end token need not be special
     assert "".join(stream(tok, [plain, plain], eos_ids=(plain,))) == "Hi"
 
+def test_where_each_token_begins(tok, spm):
+    "Never back; at its own characters if it has any; and before whatever it shows"
+    def check(t, ids, skip, eos_ids=()):
+        d, shown, starts = Detokenizer(t, skip, eos_ids), "", []
+        for i in ids:
+            shown += d.push(i)
+            starts.append(d.start)
+            assert d.start <= len(shown)
+        text = shown + d.finish()
+        assert starts == sorted(starts)
+        for n, (i, at) in enumerate(zip(ids, starts)):
+            own = token_table(t).bytes_of(i).decode("utf-8", "replace")
+            if (skip and i in token_table(t).special) or "\ufffd" in own or (n == len(ids) - 1 and i in eos_ids) or (t is spm and 3 <= i < 3 + 256): continue
+            if i in eos_ids: assert own in text[at:]  # it waits for the next token, and so may something before it
+            else: assert text[at:].startswith(own) or (t is spm and own.startswith(" ")), (ids, n)  # the first space of all is no text
+    rng = random.Random(0)
+    odd = [i for i in range(len(tok)) if not token_table(tok).bytes_of(i).isascii()]
+    for _ in range(500):
+        skip, ids = rng.random() < 0.5, [rng.choice(rng.choice([range(len(tok)), odd, range(17)])) for _ in range(rng.randrange(30))]
+        check(tok, ids, skip, rng.choice([(), (2,), range(0, 40000, 3)]))
+        check(spm, random_fallback_ids(rng, spm), skip, rng.choice([(), (2,)]))
+
+def test_where_tokens_without_text_begin(tok, spm):
+    def starts(t, ids, **kw):
+        d = Detokenizer(t, **kw)
+        return [(d.push(i), d.start)[1] for i in ids]
+    hi, emoji = encode(tok, "Hi"), byte_ids(tok, "🙂".encode())
+    assert starts(tok, [*hi, *emoji, *hi, *emoji[:2], *hi]) == [0, 2, 2, 2, 2, 3, 5, 5, 6]  # a half that stays one is a character too: U+FFFD
+    assert starts(tok, [*hi, 1, 2, *hi]) == [0, 2, 2, 2] and starts(tok, [*hi, 1, *hi], skip_special_tokens=False) == [0, 2, 2 + len(tok.decode([1]))]
+    for skip, end in ((True, 2), (False, 2 + len(tok.decode([2])))): assert starts(tok, [*hi, 2, *hi], skip_special_tokens=skip, eos_ids=(2,)) == [0, 2, end]  # an ignored end token
+    bytes_then_a = [*spm.convert_tokens_to_ids([f"<0x{b:02X}>" for b in "🙂".encode()]), spm.convert_tokens_to_ids("a")]
+    assert starts(spm, bytes_then_a) == [0, 0, 0, 0, 1]
+
 def test_added_tokens_with_any_characters(tok):
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
@@ -235,7 +268,7 @@ def test_three_forms_of_a_prompt(tok):
     (None, "prompt", "must be a string"), (5, "prompt", "must be a string"), ("\ud800", "prompt", "lone surrogate at position 0"), ([1, True], "prompt", "True"),
     ([1.0], "prompt", "1.0"), (["a"], "prompt", "'a'"), ([{}], "messages", r"messages\[0\].role must be one of developer, system, user, assistant, tool, got None"),
     ([{"role": "user", "content": "a"}, {"role": "boss", "content": "a"}], "messages", r"messages\[1\].role .* 'boss'"),
-    ([{"role": "user"}], "messages", "content must be a string"), ([{"role": "user", "content": 3}], "messages", "got int"),
+    ([{"role": "user"}], "messages", "content must be a string"), ([{"role": "user", "content": 3}], "messages", "a list of text parts, got 3"),
     ([{"role": "user", "content": "\udfff"}], "messages", "surrogate"), ([{"role": "user", "content": [{"type": "image_url"}]}], "messages", "type text"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages", "must be a string"), ([{"role": "user", "content": "a", "name": "x"}], "messages", "name is not supported"),
     ([1, {}], "messages", r"messages\[0\] must be an object"), ([{"role": ["user"], "content": "a"}], "messages", "role must be one of")])
