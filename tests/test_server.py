@@ -4,10 +4,11 @@ import asyncio, json
 import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
+from pydantic import ValidationError
 
 from minisgl_edu.core import RequestError, SamplingParams
 from minisgl_edu.messages import AbortMsg, ErrorInfo, ReplyMsg, StatsMsg, TokenizeMsg, TokenText, WatchMsg
-from minisgl_edu.server import FrontendManager, ServerInfo, Session, create_app, prompts_of
+from minisgl_edu.server import Body, ChatBody, FrontendManager, PromptBody, ServerInfo, Session, create_app, prompts_of, sampling_params
 
 
 class Engine:
@@ -120,7 +121,7 @@ def test_a_bad_field_is_refused_by_name_and_never_reaches_the_engine(path, field
     r = engine.post(path, **({"messages": HI} if path == CHAT else {"prompt": "Hi"}), **fields)
     error = r.json()["error"]
     assert r.status_code == 400 and error["type"] == "invalid_request_error" and error["message"]
-    if param: assert (error["param"] or "").startswith(param) and param in error["message"]
+    assert error["param"] == param and param in error["message"]
     assert engine.sent == []
     assert engine.post(path, **({"messages": HI} if path == CHAT else {"prompt": "Hi"})).status_code == 200
 
@@ -137,13 +138,42 @@ def test_malformed_bodies(raw):
                                       [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], [{"role": "assistant", "content": "x", "tool_calls": [{}]}]])
 def test_bad_messages(messages):
     r = Engine().post(CHAT, messages=messages)
-    assert r.status_code == 400 and r.json()["error"]["param"].startswith("messages")
+    assert r.status_code == 400 and r.json()["error"]["param"] == "messages"
 
 
-@pytest.mark.parametrize("prompt", [[], "", ["a", ""], [[1], []], [1, "a"], ["a"] * 200, 7, None, {"a": 1}])
+@pytest.mark.parametrize("prompt", [[], "", ["a", ""], [[1], []], [1, "a"], ["a", 1], [[1], "a"], [["a"]], [True], [1.5], [None], ["a"] * 200, 7, None, {"a": 1}])
 def test_bad_prompts(prompt):
     r = Engine().post(TEXT, prompt=prompt)
-    assert r.status_code == 400 and r.json()["error"]["param"].startswith("prompt")
+    assert r.status_code == 400 and r.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("fields, param, said", [
+    ({"prompt": ["a", 1]}, "prompt", "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"), ({"stop": 5}, "stop", "stop must be a text or a list of texts"),
+    ({"stop": ["a", None]}, "stop", "stop must be a text or a list of texts"), ({"prompt": ...}, "prompt", "prompt: Field required"), ({"stream_options": 5}, "stream_options", "stream_options: must be a JSON object"),
+    ({"stream": True, "stream_options": {"a": 1}}, "stream_options", "unknown field 'stream_options.a'"), ({"stream_options": {"include_usage": "x"}}, "stream_options", "stream_options.include_usage: "),
+    ({"logit_bias": [1]}, "logit_bias", "logit_bias: must be a JSON object"), ({"logit_bias": {"5": "x"}}, "logit_bias", "logit_bias must be a number, got 'x'"), ({"logit_bias": {"5": True}}, "logit_bias", "logit_bias must be a number")])
+def test_a_field_of_several_types_is_called_by_its_own_name(fields, param, said):
+    "Not by the name that the validator gives to one of them, as in prompt.list[str]"
+    error = Engine().post(TEXT, **{k: v for k, v in ({"prompt": "x"} | fields).items() if v is not ...}).json()["error"]
+    assert error["param"] == param and error["message"].startswith(said)
+
+
+@pytest.mark.parametrize("messages, said", [(["x"], "messages[0]: must be a JSON object"), ([*HI, {"role": "user", "content": 5}], "messages[1].content must be a string or a list of text parts, got 5"),
+    ([{"role": "user"}], "messages[0].content must be a string or a list"), ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a string")])
+def test_a_bad_message_is_pointed_at(messages, said):
+    error = Engine().post(CHAT, messages=messages).json()["error"]
+    assert error["param"] == "messages" and error["message"].startswith(said)
+
+
+@pytest.mark.parametrize("kind, fields", [(PromptBody, {"prompt": [1] * 1000 + ["a"]}), (PromptBody, {"prompt": ["a"] * 1000 + [1]}), (PromptBody, {"prompt": [["a"]] * 1000}), (PromptBody, {"prompt": [[1]] * 1000 + [["a"] * 1000]}),
+    (ChatBody, {"messages": [5] * 1000}), (Body, {"stop": [5] * 1000}), (Body, {"logit_bias": {str(i): "x" for i in range(1000)}}), (Body, {"stream_options": {str(i): 1 for i in range(1000)}})],
+    ids=lambda x: list(x)[-1] if isinstance(x, dict) else x.__name__)
+def test_a_thousand_faults_are_not_collected(kind, fields):
+    "Else a body of a million would keep this process, and with it all clients, busy for half a minute"
+    try: sampling_params(kind(**fields), None)
+    except RequestError: pass  # ours, at the first fault
+    except ValidationError as e: assert len(e.errors()) <= 4  # one for each type that would do
+    else: pytest.fail("accepted")
 
 
 def test_other_http_errors_have_the_same_shape():
@@ -355,7 +385,7 @@ def test_penalties_and_bias_reach_the_engine():
 
 
 TOLD = [TokenText("Hé", tuple("Hé".encode()), -0.5, (TokenText("Hé", tuple("Hé".encode()), -0.5), TokenText("Ho", (72, 111), -1.5))),
-        TokenText("\ufffd", (0xF0, 0x9F), -2.0, (TokenText("\ufffd", (0xF0, 0x9F), -2.0), TokenText("\ufffd", (0x90,), -2.5))), TokenText("\ufffd", (0x99, 0x82), -0.25, ()), TokenText("<end>", tuple(b"<end>"), -3.0, ())]
+        TokenText("\ufffd", (0xF0, 0x9F), -2.0, (TokenText("\ufffd", (0xF0, 0x9F), -2.0), TokenText("\ufffd", (0x90,), -2.5)), 2), TokenText("\ufffd", (0x99, 0x82), -0.25, (), 2), TokenText("<end>", tuple(b"<end>"), -3.0, (), 3)]
 
 
 class Teller(Engine):
@@ -390,7 +420,7 @@ def test_logprobs_of_a_completion(stream):
     for i in range(2):
         docs = [c["choices"][0]["logprobs"] for c in events_of(r)[:-1] if c["choices"][0]["index"] == i] if stream else [r.json()["choices"][i]["logprobs"]]
         joined = {key: [x for d in docs if d for x in d[key]] for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-        assert joined["tokens"] == ["Hé", "bytes:\\xf0\\x9f", "bytes:\\x99\\x82", "<end>"] and joined["token_logprobs"] == [-0.5, -2.0, -0.25, -3.0] and joined["text_offset"] == [0, 2, 3, 3]
+        assert joined["tokens"] == ["Hé", "bytes:\\xf0\\x9f", "bytes:\\x99\\x82", "<end>"] and joined["token_logprobs"] == [-0.5, -2.0, -0.25, -3.0] and joined["text_offset"] == [0, 2, 2, 3]
         assert joined["top_logprobs"][0] == {"Hé": -0.5, "Ho": -1.5} and joined["top_logprobs"][3] == {"<end>": -3.0}
         assert joined["top_logprobs"][1] == {"bytes:\\xf0\\x9f": -2.0, "bytes:\\x90": -2.5}, "two halves of characters are two keys"
     assert Engine().post(TEXT, prompt="x", logprobs=1, echo=True).json()["error"]["param"] == "echo" and Engine().post(TEXT, prompt="x", logprobs=21).status_code == 400
@@ -546,11 +576,11 @@ def test_the_key_opens_and_nothing_else_does():
     async def go():
         async with engine.client() as c:
             for headers in ({}, {"authorization": "s3cret"}, {"authorization": "Bearer s3cre"}, {"authorization": "Bearer s3crets"}, {"authorization": b"Bearer \xff"}):
-                for method, path in (("POST", GEN), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/stats"), ("GET", "/docs")):
+                for method, path in (("POST", GEN), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/stats"), ("GET", "/nowhere")):
                     r = await c.request(method, path, headers=headers, **({"json": {"prompt": "x"}} if method == "POST" else {}))
                     assert r.status_code == 401 and r.json()["error"]["code"] == "invalid_api_key" and "s3cret" not in r.text
             assert engine.sent == []
-            for path in ("/", "/health", "/health/live"): assert (await c.get(path)).status_code == 200
+            for path in ("/", "/docs", "/openapi.json", "/health", "/health/live"): assert (await c.get(path)).status_code == 200
             assert (await c.post(GEN, json={"prompt": "x"}, headers={"authorization": "Bearer s3cret"})).status_code == 200
     asyncio.run(go())
     assert "s3cret" not in repr(ServerInfo("toy", api_key="s3cret"))
@@ -574,6 +604,21 @@ def test_other_sites_pages_may_not_call_unless_named():
 
 
 # --- what it says about itself
+
+def test_every_route_says_what_it_is_for():
+    engine = Engine()
+    async def go():
+        async with engine.client() as c: return c._transport.app.routes, (await c.get("/openapi.json")).json(), await c.get("/docs"), await c.get("/redoc")
+    routes, schema, docs, redoc = asyncio.run(go())
+    assert not [r.path for r in routes if r.include_in_schema and not r.summary]
+    told = {(path, method): op for path, methods in schema["paths"].items() for method, op in methods.items()}
+    assert {path for path, _ in told} >= {CHAT, TEXT, GEN, "/v1/models", "/health", "/metrics", "/docs", "/"}
+    assert all("422" not in op["responses"] and "default" in op["responses"] for op in told.values()), "a bad request is told with 400"
+    assert "/openapi.json" in schema["info"]["description"] and "/docs" in schema["info"]["description"] and "Bearer" in schema["info"]["description"]
+    assert docs.headers["content-type"].startswith("text/plain") and "http" not in docs.text.replace("/health", ""), "nothing from elsewhere"
+    for (path, method), op in told.items(): assert any(line.split()[:2] == [method.upper(), path] and line.endswith(op["summary"]) for line in docs.text.splitlines())
+    assert redoc.status_code == 404
+
 
 def test_metrics_count_what_happened():
     from prometheus_client.parser import text_string_to_metric_families as parse
