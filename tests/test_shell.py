@@ -65,11 +65,21 @@ def test_help_tells_the_defaults(capsys):
         with pytest.raises(SystemExit): main([command, "--help"])
         return " ".join(capsys.readouterr().out.split())
     text = told("serve")
-    for flag, default in (("PORT", 1919), ("PAGE-SIZE", 16), ("MEMORY-RATIO", 0.9), ("WATCHDOG-SECONDS", 60.0), ("POLICY", "prefill-first"), ("HOST", "127.0.0.1")):
-        assert re.search(rf"{flag}\b[^()]*(\([^()]*\) )?[^()]*\({default}\)", text), (flag, text)
-    assert "(None)" not in text and "(False)" not in text
+    for flag, default in (("port PORT", 1919), ("page-size SIZE", 16), ("memory-ratio RATIO", 0.9), ("watchdog-seconds SECONDS", 60.0), ("policy POLICY", "prefill-first"), ("host HOST", "127.0.0.1"), ("max-running-req REQUESTS", 64)):
+        assert re.search(rf"--{flag} (?:(?! --).)*\(default: {re.escape(str(default))}\)", text), (flag, text)
+    assert "None" not in text and "False" not in text and text.startswith("usage: minisgl-edu serve [FLAGS] Serve")
     text = told("generate")
-    assert "is greedy (0.0)" in text and "(-1)" in text and "same text (" not in text
+    assert "PENALTY the same" in text and "(default: -1)" in text and "another one each time --" in text
+    for flag, default in (("temperature TEMPERATURE", 0.0), ("max-running-req REQUESTS", 1)): assert re.search(rf"--{flag} (?:(?! --).)*\(default: {default}\)", text)  # the command's own
+
+
+def test_help_says_what_happens_to_a_flag_that_is_left_out():
+    from minisgl_edu.cli import ENGINE_FLAGS, OURS, SAMPLING_FLAGS, SERVER_FLAGS
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.launch import ServerConfig
+    for flags, config, ours in ((ENGINE_FLAGS + SERVER_FLAGS, ServerConfig, {}), (SAMPLING_FLAGS, SamplingParams, OURS)):
+        silent = [f.field for f in flags if f.type and ours.get(f.field, getattr(config, f.field)) is None and "left out: " not in f.help and "with neither, " not in f.help]
+        assert not silent
 
 
 @pytest.mark.parametrize("seconds", [0.3, 0.7, 1.2, 2.0])
