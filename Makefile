@@ -20,9 +20,10 @@ WORKERS ?= 2
 help:
 	@echo "make serve   fetch the default model, start the server, print its URL and a curl to try (ARGS=... for its flags)"
 	@echo "make lab     open the book in JupyterLab"
-	@echo "make bench   the engine against transformers on this machine"
+	@echo "make bench   the engine against transformers on this machine (ARGS=--llama: llama.cpp too; needs pip install xllamacpp in .venv)"
 	@echo "make test    everything: notebooks in step, executed, outputs compared, and the test suite"
-	@echo "make stress  200,000 random scheduler steps against every invariant (ARGS=\"--steps 5000 --seed 3\")"
+	@echo "make stress  200,000 random scheduler steps against every invariant (ARGS=\"--steps 5000 --seed 3\");"
+	@echo "             with a class of your own, from mine.py beside this file: ARGS=\"--policy mine:Turns\", --cache, --attention-backend"
 	@echo "make html    the book as web pages, in _book/"
 	@echo "make export  notebooks -> modules, and clean the notebooks"
 	@echo "make setup   only the environment; make fetch: only the model"

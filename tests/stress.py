@@ -3,7 +3,7 @@
 A round is 25 random schedules from one seed. A round that fails says so with its seed, prints the schedule as short as hypothesis can
 make it, and ends the run with status 1; `--seed` with that seed runs the same round again, on the same sources.
 
-A part of your own in place of the engine's, from a module that Python can import: `--cache mine:PageDict`, and so on."""
+A part of your own in place of the engine's: `--cache mine:PageDict`, with the class in `mine.py` beside the Makefile (or in an installed module)."""
 import argparse, logging, os, pkgutil, sys, tempfile, time
 from pathlib import Path
 
@@ -22,7 +22,8 @@ def main(argv=None):
     args = p.parse_args(argv)
     sys.path.append(os.getcwd())
     given = dict(backend=args.attention_backend, cache=args.cache, policy=args.policy)
-    own = {part: pkgutil.resolve_name(name) for part, name in given.items() if name}
+    try: own = {part: pkgutil.resolve_name(name) for part, name in given.items() if name}
+    except (ImportError, AttributeError, ValueError) as e: p.error(f"{e}; a part is given as MODULE:CLASS, and its module lies in this folder")
     if args.steps < 1 or args.seed < 0: p.error("--steps must be at least 1, and --seed at least 0")
     logging.getLogger("minisgl_edu.engine").setLevel(logging.ERROR)  # small pools are meant to be small
     with tempfile.TemporaryDirectory() as path:

@@ -356,5 +356,5 @@ def test_stress_counts_steps_and_names_the_seed_that_fails(monkeypatch, capsys):
     assert "FAILED with seed 9, after 1,200 steps" in capsys.readouterr().out
     assert stress.main(["--steps", "1", "--cache", "plugins:PageChainCache", "--policy", "plugins:Lazy"]) == 0
     assert parts[0] == {} and parts[-1] == dict(cache=PageChainCache, policy=Lazy)
-    for bad in (["--steps", "0"], ["--seed", "-1"]):
+    for bad in (["--steps", "0"], ["--seed", "-1"], ["--policy", "nowhere:Turns"], ["--policy", "plugins:NoSuch"]):
         with pytest.raises(SystemExit): stress.main(bad)
