@@ -190,7 +190,7 @@ class TorchAttention:
         decoded = torch.cat([self._decode(tokens[g.start:g.end], layer_id, g) for g in plan.groups])
         return decoded if plan.order is None else out.index_copy_(0, plan.order, decoded)
 
-# %% ../nbs/08_attention.ipynb #ff394bd4
+# %% ../nbs/08_attention.ipynb #d1a0a90a
 STEP = np.dtype([(name, np.int64) for name in "q q_stride k v kv_stride pool num_slots table table_stride plan num parts out".split()])
 
 def make_decode(
@@ -220,9 +220,10 @@ def make_decode(
                     soon = step.pool + np.int64(slots[min(i + ahead, length - 1)]) * 2 * half
                     for byte in range(4 * heads.start * dim, 4 * heads.stop * dim, 64): prefetch(soon + byte); prefetch(soon + half + byte)
                     for g in heads:
+                        key = kv[slots[i], 0, g]
                         for h in range(g * group, g * group + group):
                             score = np.float32(0)
-                            for c in range(dim): score += q[h, c] * kv[slots[i], 0, g, c]
+                            for c in range(dim): score += q[h, c] * key[c]
                             scores[h, i - start] = score * scale
                 for h in range(heads.start * group, heads.stop * group):
                     highest = top[h]
@@ -236,8 +237,10 @@ def make_decode(
                     for c in range(dim): acc[h, c] *= shrink
                 for i in range(start, end):
                     for g in heads:
+                        value = kv[slots[i], 1, g]
                         for h in range(g * group, g * group + group):
-                            for c in range(dim): acc[h, c] += scores[h, i - start] * kv[slots[i], 1, g, c]
+                            weight = scores[h, i - start]
+                            for c in range(dim): acc[h, c] += weight * value[c]
             for h in range(heads.start * group, heads.stop * group):
                 for c in range(dim): out[h, c] = acc[h, c] / total[h]
     return decode

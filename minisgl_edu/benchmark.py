@@ -572,7 +572,7 @@ def online_table(
     lines += [f"scheduler: {r['ms']:.2f} ms of host time for a decode step of {r['batch']}" for r in by["host"]]
     return "\n".join(lines)
 
-# %% ../nbs/26_benchmark.ipynb #f0554fbc
+# %% ../nbs/26_benchmark.ipynb #890b0437
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
 )->int: # Exit code
@@ -580,12 +580,12 @@ def main(
     from minisgl_edu.experiments import provenance, save_record
     p = argparse.ArgumentParser(prog="minisgl-edu bench", description="The engine against transformers, in one run; then requests that arrive over HTTP.", allow_abbrev=False)
     p.add_argument("--model", "--model-path", help="directory or hub id; left out, the default model")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda; left out: the GPU if there is one")
     p.add_argument("--quick", action="store_true", help="small counts: does it run?")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--only", choices=("offline", "online"), help="one half")
+    p.add_argument("--seed", type=int, default=0, help="of the prompts and the trace (default: 0)")
+    p.add_argument("--only", choices=("offline", "online"), help="one half of the benchmark")
     p.add_argument("--llama", action="store_true", help="llama.cpp as a peer too; needs the package xllamacpp")
-    p.add_argument("--rate", type=float, default=2.0, help="arrivals per second of the trace that is drawn (2)")
+    p.add_argument("--rate", type=float, default=2.0, help="arrivals per second of the trace that is drawn (default: 2)")
     p.add_argument("--trace", metavar="FILE", help="replay this trace instead of drawing one")
     p.add_argument("--out", metavar="DIR", help="also keep the rows there, as benchmark.json and online.json, and the trace")
     a = p.parse_args(argv)

@@ -23,7 +23,7 @@ class Flag(NamedTuple):
     help: str
     value: Any = True            # What a switch sets
 
-# %% ../nbs/27_cli.ipynb #9b14f751
+# %% ../nbs/27_cli.ipynb #9e7fd9db
 ENGINE_FLAGS = [
     Flag("model", ("--model", "--model-path"), str, "directory or Hugging Face id; left out: SmolLM2-135M-Instruct, fetched once"),
     Flag("dtype", ("--dtype",), str, "float32, bfloat16, float16, float64, or auto: float32 on a CPU, else the checkpoint's"),
@@ -35,7 +35,7 @@ ENGINE_FLAGS = [
     Flag("max_running_requests", ("--max-running-requests", "--max-running-req"), int, "requests that run at once; the others wait"),
     Flag("max_seq_len", ("--max-seq-len", "--max-seq-len-override"), int, "tokens of a request at most, prompt and answer together; left out: the model's own limit"),
     Flag("max_prefill_length", ("--max-prefill-length", "--max-extend-length"), int, "prompt tokens per step; a longer prompt runs in chunks"),
-    Flag("attention_backend", ("--attention-backend", "--attn"), str, "torch, triton, or auto: triton on a GPU, else torch"),
+    Flag("attention_backend", ("--attention-backend", "--attn"), str, "torch, numba (CPU, float32), triton, or auto: the fastest that the device has"),
     Flag("cache", ("--cache", "--cache-type"), str, "prefix cache: radix (or auto) keeps what prompts begin with, naive keeps nothing"),
     Flag("policy", ("--policy",), str, "what runs next when both could: prefill-first, decode-first or mixed"),
     Flag("admission", ("--admission",), str, "when a request may start: when its whole output fits (reserve) or when its prompt does (optimistic)"),

@@ -44,7 +44,7 @@ def parse_bytes(
         value = int(float(m[1]) * _UNITS[m[2]])
     return check_number(name, value, 1, whole=True)
 
-# %% ../nbs/13_engine.ipynb #2228b9b3
+# %% ../nbs/13_engine.ipynb #6142ced5
 def _one_of(
     name:str,        # Field name, for the message
     value,           # What the user gave
@@ -53,9 +53,11 @@ def _one_of(
 ):
     "Refuse `value` by name unless it is in `allowed`"
     if any(type(value) is type(a) and value == a for a in allowed): return
-    raise ValueError(f"{name}={value!r} does not exist; use one of {', '.join(map(repr, allowed))}{own and f', or {own}'}")
+    known = isinstance(value, (str, int, float, type(None))) or not own # else it was to be a part of the user's own
+    fault = f"={value!r} does not exist" if known else f" cannot be {value.__name__ if isinstance(value, type) else f'an instance of {type(value).__name__}'}"
+    raise ValueError(f"{name}{fault}; use one of {', '.join(map(repr, allowed))}{own and f', or {own}'}")
 
-# %% ../nbs/13_engine.ipynb #7760c55c
+# %% ../nbs/13_engine.ipynb #2073d61c
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -92,7 +94,7 @@ class EngineConfig:
             _one_of("attention_backend", self.attention_backend, ("auto", "torch", "numba", "triton"), "a class called as Backend(config, pool, page_table)")
         if not callable(self.cache): _one_of("cache", self.cache, ("auto", "radix", "naive"), "a class called as cache(num_pages, page_size)")
         if not hasattr(self.policy, "order"):
-            _one_of("policy", self.policy, ("prefill-first", "decode-first", "mixed"), "an object with a method order(view)")
+            _one_of("policy", self.policy, ("prefill-first", "decode-first", "mixed"), "an object (or a class of such) with a method order(view)")
         _one_of("admission", self.admission, ("reserve", "optimistic"))
         _one_of("disable_overlap", self.disable_overlap, (None, False, True))
         _one_of("extra_sync", self.extra_sync, (False, True))

@@ -266,18 +266,18 @@ def run_all(
         print(f"{exp.name:24} {status:8} {summaries[-1]['seconds']:7.1f} s" + (f"  {error}" if error else ""), flush=True)
     return summaries
 
-# %% ../nbs/00_experiments.ipynb #bbaf4651
+# %% ../nbs/00_experiments.ipynb #9a79f7cc
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
 )->int: # 0, or 1 if an experiment crashed
     "The command `minisgl-edu experiments`"
     p = argparse.ArgumentParser(prog="minisgl-edu experiments", description="Run the book's measurements and keep them as JSON, one file each.")
     p.add_argument("--only", action="append", metavar="NAME", help="run this one (may be repeated)")
-    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to measure (default: cpu)")
     p.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long, skipping what does not fit")
-    p.add_argument("--out", metavar="DIR", default="measurements", help="where the records go (measurements)")
+    p.add_argument("--out", metavar="DIR", default="measurements", help="where the records go (default: measurements)")
     p.add_argument("--quick", action="store_true", help="small counts: does it run?")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of everything that is drawn at random (default: 0)")
     p.add_argument("--list", action="store_true", help="name the experiments and end")
     args = p.parse_args(argv)
     if args.list:

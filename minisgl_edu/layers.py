@@ -165,7 +165,7 @@ class PackedOps(TorchOps):
             self._packed[id(weight)] = weight, torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), self.packed_for)
         return torch.ops.mkl._mkl_linear(x, self._packed[id(weight)][1], weight, bias, len(x))
 
-# %% ../nbs/05_layers.ipynb #ee7c8134
+# %% ../nbs/05_layers.ipynb #dcf93d81
 try: import numba
 except ImportError: numba = None # then `can_loop` says so, and PyTorch does it all
 
@@ -179,9 +179,12 @@ def can_loop(
 def loop(
     fn # Numbers and arrays in, written so that every line of it could be C
 ):
-    "The function as machine code, translated when it is first called; outside of notebooks, where cells change, kept on disk"
+    "The function as machine code, translated when it is first called; outside of notebooks, where cells change, kept on disk where there is a place for it"
     if numba is None: return fn
-    return numba.njit(fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True, cache=__name__ != "__main__")(fn)
+    compiled = numba.njit(fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True)(fn)
+    try: compiled.enable_caching() if __name__ != "__main__" else None
+    except RuntimeError: pass # a directory that cannot be written
+    return compiled
 
 # %% ../nbs/05_layers.ipynb #e99b3289
 if numba:

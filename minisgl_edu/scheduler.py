@@ -86,14 +86,17 @@ class Mixed:
         "Mixed where both kinds are there, else the one that is"
         return ("mixed", "prefill", "decode")
 
-# %% ../nbs/16_scheduler.ipynb #1a92943d
+# %% ../nbs/16_scheduler.ipynb #9349c465
 POLICIES = {"prefill-first": PrefillFirst, "decode-first": DecodeFirst, "mixed": Mixed}
 
 def make_policy(
     policy:str|Policy|type # Its name, an object with `order(view)`, or a class called without arguments
 )->Policy:
     "The policy by its name; one of your own works too"
-    if hasattr(policy, "order"): return policy() if isinstance(policy, type) else policy
+    if isinstance(policy, type) and hasattr(policy, "order"):
+        try: return policy()
+        except TypeError as e: raise TypeError(f"policy: {policy.__name__} must be callable without arguments ({e}); or give an instance of it") from e
+    if hasattr(policy, "order"): return policy
     if policy in POLICIES: return POLICIES[policy]()
     raise ValueError(f"policy={policy!r} is unknown: use {', '.join(map(repr, POLICIES))}, or an object with an `order` method")
 
