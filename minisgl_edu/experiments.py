@@ -1091,7 +1091,7 @@ def decoding_batch(engine, num, context):
     for r in batch.reqs: r.cached_len = context - 1
     return batch
 
-# %% ../nbs/13_engine.ipynb #80265b77
+# %% ../nbs/13_engine.ipynb #1be850bd
 @experiment("13_engine", title="Decode speed by batch size", units={k: "ms" for k in ("step_ms", "low_ms", "high_ms", "linear_ms", "sdpa_ms", "roofline_ms")})
 def engine(device="cpu", quick=False, seed=0):
     "One decode step of a static batch, by batch size: the engine, its bare linear layers, attention over contiguous KV, and the roofline"
@@ -1109,7 +1109,7 @@ def engine(device="cpu", quick=False, seed=0):
     def linears(b):
         xs = {n: torch.zeros(b, n, device=eng.device, dtype=eng.dtype) for n in {w.shape[1] for w in weights}}
         for w in weights: eng.model.head.ops.linear(xs[w.shape[1]], w) # packed or not, as the engine does it
-    kv = torch.zeros(c.num_layers, 2, sizes[-1], c.num_kv_heads, 256, c.head_dim, device=eng.device, dtype=eng.dtype)
+    kv = eng.stream.call(lambda: torch.zeros(c.num_layers, 2, sizes[-1], c.num_kv_heads, 256, c.head_dim, device=eng.device, dtype=eng.dtype)) # one thread for all parallel work
     def sdpa(b):
         q = torch.zeros(b, c.num_kv_heads, c.num_qo_heads // c.num_kv_heads, c.head_dim, device=eng.device, dtype=eng.dtype)
         for k, v in kv: torch.nn.functional.scaled_dot_product_attention(q, k[:b], v[:b])
@@ -1753,7 +1753,7 @@ def refined_ms(costs, rows, ceilings, rates, num_ops):
     products = sum(c.bytes for c in costs if c.name not in ("embedding", "pointwise", "attention")) / product_gb_s / 1e6
     return float(products), attention, rest
 
-# %% ../nbs/26_benchmark.ipynb #6d350cb8
+# %% ../nbs/26_benchmark.ipynb #be42cabb
 def decode_at(eng, batch, context):
     "A decode step of `batch` requests that hold `context` tokens each, their pages dealt out in turns, ready to be called"
     from minisgl_edu.core import Batch, Req, SamplingParams
@@ -1761,8 +1761,7 @@ def decode_at(eng, batch, context):
     from minisgl_edu.sampling import prepare
     size, reqs = eng.page_size, [Req(i, [5] * context, SamplingParams(temperature=0.0, max_tokens=1)) for i in range(batch)]
     pages = torch.arange(context // size)[None] * batch + torch.arange(batch)[:, None]
-    slots = (pages[:, :, None] * size + torch.arange(size)).flatten(1).int()
-    eng.stream.submit(lambda: eng.page_table[:batch, :context].copy_(slots)).synchronize()
+    eng.stream.call(lambda: eng.page_table[:batch, :context].copy_((pages[:, :, None] * size + torch.arange(size)).flatten(1)))
     for i, r in enumerate(reqs): r.table_idx, r.cached_len = i, context - 1; r.schedule(1)
     step, args = Batch(reqs, "decode"), prepare(reqs)
     def on_stream(): eng.to_host(eng.forward_batch(make_context(eng, step), args))
