@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 
+from minisgl_edu import attention
 from minisgl_edu.attention import NumbaAttention, TorchAttention, as_run, decode_on_team, causal_mask, extend_attention, make_backend, split_groups
 from minisgl_edu.checkpoint import ModelConfig, dummy_weights
 from minisgl_edu.core import AttentionBackend, ForwardContext
@@ -122,13 +123,17 @@ def test_the_loop_on_any_team(seed, page_size, threads):
 
 @loops
 def test_the_loop_without_openmp_runs_on_one_thread(monkeypatch):
-    import ctypes
-    def no(*_, **__): raise OSError("not loaded")
     case = Looped(SPANS["mixed"], 3)
+    monkeypatch.setattr(attention, "openmp", lambda: None)
     decode_on_team.cache_clear()
-    monkeypatch.setattr(ctypes, "CDLL", no)
     try: case.check(1e-5)
     finally: decode_on_team.cache_clear()
+    threads = torch.get_num_threads()
+    try:
+        for n, kind in ((2, TorchAttention), (1, NumbaAttention)):
+            torch.set_num_threads(n)
+            assert type(make_backend("auto", None, case.pool, case.table)) is kind, "one core's loop is no match for PyTorch on several"
+    finally: torch.set_num_threads(threads)
 
 @loops
 def test_the_loop_stores_where_the_table_says_and_takes_strided_slices():
@@ -288,7 +293,8 @@ def test_backends_by_name():
     pool, table = KVPool(1, 2, 4, 2, 8, "cpu", torch.float32), create_page_table(1, 8, "cpu")
     for name in ("auto", "torch", TorchAttention): assert isinstance(make_backend(name, None, pool, table), TorchAttention)
     if can_loop("cpu", torch.float32):
-        assert all(type(make_backend(name, None, pool, table)) is NumbaAttention for name in ("auto", "numba")) and type(make_backend("torch", None, pool, table)) is TorchAttention
+        assert type(make_backend("auto", None, pool, table)) is (NumbaAttention if attention.openmp() or torch.get_num_threads() == 1 else TorchAttention)
+        assert type(make_backend("numba", None, pool, table)) is NumbaAttention and type(make_backend("torch", None, pool, table)) is TorchAttention
     assert isinstance(make_backend("torch", None, pool, table), AttentionBackend)
     with pytest.raises(TypeError, match="tuple is no AttentionBackend: it lacks prepare, forward"): make_backend(lambda *args: args, 1, pool, table)
     for name in ("triton", "flash"):
