@@ -210,12 +210,12 @@ def load_transformers(
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype).to(device).eval()
 
-# %% ../nbs/26_benchmark.ipynb #d539ec53
+# %% ../nbs/26_benchmark.ipynb #8dec6954
 @contextmanager
 def plain_settings():
     "Processes that start inside find PyTorch without this package's settings"
-    from minisgl_edu import _tuned
-    kept, had = {name: os.environ.pop(name) for name in _tuned if name in os.environ}, os.environ.get("MINISGL_PLAIN")
+    import minisgl_edu
+    kept, had = {name: os.environ.pop(name) for name in minisgl_edu._tuned if name in os.environ}, os.environ.get("MINISGL_PLAIN")
     os.environ["MINISGL_PLAIN"] = "1"
     try: yield
     finally:

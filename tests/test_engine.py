@@ -9,7 +9,8 @@ from minisgl_edu.checkpoint import ModelConfig, load_weights, save_random_model
 from minisgl_edu.distributed import single
 from minisgl_edu.engine import Engine, EngineConfig, StaticBatch, kv_budget, parse_bytes, plan_pool
 from minisgl_edu.kvcache import page_bytes
-from minisgl_edu.layers import TorchOps
+from minisgl_edu.attention import NumbaAttention, TorchAttention
+from minisgl_edu.layers import NumbaOps, PackedOps, TorchOps, can_loop
 from minisgl_edu.models import DenseAttention, create_model, generate_naive
 
 CPU = torch.device("cpu")
@@ -135,6 +136,38 @@ def test_attention_backend_may_be_a_class(make_engine, naive):
     engine = make_engine(attention_backend=Counting)
     assert StaticBatch(engine, [(WORK[0][0], greedy(9))]).run() == naive[:1] and isinstance(engine.backend, Counting)
     assert Counting.prepared == 9   # once a step
+
+
+@pytest.mark.parametrize("field, part, words", [
+    ("cache", object(), "cache cannot be an instance of object; use one of 'auto', 'radix', 'naive', or a class called as"),
+    ("attention_backend", [], "attention_backend cannot be an instance of list; use one of 'auto', 'torch', 'numba', 'triton', or a class"),
+    ("policy", object, "policy cannot be object; use one of 'prefill-first', 'decode-first', 'mixed', or an object (or a class of such) with")])
+def test_what_cannot_be_a_part_is_named_by_its_kind(field, part, words):
+    with pytest.raises(ValueError) as e: EngineConfig(**{field: part})
+    assert words in str(e.value)
+
+
+@pytest.mark.skipif(not can_loop("cpu", torch.float32), reason="needs numba")
+def test_the_loops_are_for_float32(make_engine):
+    assert type(make_engine(dtype="float32", attention_backend="numba").backend) is NumbaAttention
+    with pytest.raises(ValueError, match="attention_backend='numba' needs the package numba, a CPU and float32; this is torch.float64 on cpu"):
+        make_engine(dtype="float64", attention_backend="numba")
+    for name, kinds in (("torch", (TorchAttention, (TorchOps, PackedOps))), ("numba", (NumbaAttention, NumbaOps))):
+        engine = make_engine(dtype="float32", attention_backend=name)
+        assert type(engine.backend) is kinds[0] and type(engine.model.head.ops) in (kinds[1] if name == "torch" else (kinds[1],))
+
+
+@pytest.mark.skipif(not can_loop("cpu", torch.float32), reason="needs numba")
+@pytest.mark.parametrize("options", [dict(page_size=1), dict(page_size=3, max_prefill_length=4), dict(page_size=16, disable_overlap=False, policy="mixed", max_prefill_length=5),
+    dict(page_size=4, cuda_graph_max_bs=4), dict(page_size=2, admission="optimistic", num_pages=12)], ids=str)
+def test_the_loops_answer_as_torch_does(tiny_model_dir, options):
+    "Prompts, chunks, mixed steps, padding, preemption: the same tokens"
+    from minisgl_edu.llm import LLM
+    prompts = [list(range(3, 3 + n)) for n in (1, 7, 12, 2, 9)]
+    def answers(backend):
+        with LLM(str(tiny_model_dir), device="cpu", dtype="float32", attention_backend=backend, max_running_requests=4, **{"num_pages": 64, **options}) as llm:
+            return [o.token_ids for o in llm.generate(prompts, greedy(8))]
+    assert answers("numba") == answers("torch")
 
 
 def test_dummy_weights_are_seeded_and_need_no_weight_file(tmp_path, tiny_model_dir):
