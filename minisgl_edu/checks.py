@@ -1865,7 +1865,7 @@ def check_goodput(answer):
         except ZeroDivisionError: raise AssertionError(f"you divide by zero ({why})") from None
         assert abs(got - want) < 1e-9, f"{why}: {want:g} requests/s, you give {got:g}"
 
-# %% ../nbs/26_benchmark.ipynb #8a3dee0b
+# %% ../nbs/26_benchmark.ipynb #c75377e9
 def one_after_the_other(
     workload, # As `compare` takes it
     peers,    # Name -> `serve(workload)`
@@ -1873,7 +1873,7 @@ def one_after_the_other(
 ):
     "`compare` without turns: each peer has all its rounds, then the next one"
     import statistics
-    def seconds(serve): return max(last for _, last in serve(workload))
+    def seconds(serve): return max(last for _, last in serve(workload)[0])
     times = {name: [seconds(serve) for _ in range(repeats)] for name, serve in peers.items()}
     first = next(iter(times.values()))
     return [dict(peer=name, ratio=statistics.median(b / a for a, b in zip(first, mine))) for name, mine in times.items()]

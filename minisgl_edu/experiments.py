@@ -1718,7 +1718,7 @@ def online(device="cpu", quick=False, seed=0):
     if device != "cpu": return [{"skipped": "needs a web framework and the default model on this device's machine", "ttft_ms": None, "ms": None, "tokens_per_s": None}]
     return run_online(None, device, quick, seed)
 
-# %% ../nbs/26_benchmark.ipynb #8838e10b
+# %% ../nbs/26_benchmark.ipynb #5309ee9e
 def skinny_rates(device, dtype, quick, ops, backend):
     "GB/s of weights by number of rows, and of KV that attention reads: one round, at shapes that the default model does not have"
     import torch
@@ -1737,7 +1737,7 @@ def skinny_rates(device, dtype, quick, ops, backend):
     pool.kv.fill_(1)
     table.copy_((torch.randperm(16 * num, device=device).view(num, 16, 1) * 16 + torch.arange(16, device=device)).flatten(1))
     ctx = ForwardContext("decode", [255] * num, [256] * num, rows, rows * 0, rows * 0 + 255, table[:, 255].long(), rows)
-    attention, qkv = backend(None, pool, table), [torch.randn(num, heads, 64, device=device, dtype=dtype) for heads in (16, 4, 4)]
+    attention, qkv = backend(None, pool, table), [torch.randn(num, heads, 64, device=device, dtype=dtype) for heads in (12, 4, 4)]
     attention.prepare(ctx)
     attention.forward(*qkv, 0, ctx)  # translates
     return rates | {"attention": pool.kv.nbytes / time_once(lambda: attention.forward(*qkv, 0, ctx), device) / 1e6}
