@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 # the choice, and with MINISGL_PLAIN=1 PyTorch stays as it comes.
 import os
 _tuned = {"THP_MEM_ALLOC_ENABLE": "1", **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "20000"})}
-_tuned = {} if os.environ.get("MINISGL_PLAIN") else {name: value for name, value in _tuned.items() if name not in os.environ}
+_tuned = {} if os.environ.get("MINISGL_PLAIN", "0") not in ("", "0") else {name: value for name, value in _tuned.items() if name not in os.environ}
 os.environ.update(_tuned)
 del os
 

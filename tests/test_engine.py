@@ -7,7 +7,7 @@ from conftest import greedy
 from minisgl_edu.core import Req, SamplingParams
 from minisgl_edu.checkpoint import ModelConfig, load_weights, save_random_model
 from minisgl_edu.distributed import single
-from minisgl_edu.engine import Engine, EngineConfig, StaticBatch, kv_budget, parse_bytes, plan_pool
+from minisgl_edu.engine import Engine, EngineConfig, StaticBatch, kv_budget, parse_bytes, pick_parts, plan_pool
 from minisgl_edu.kvcache import page_bytes
 from minisgl_edu.attention import NumbaAttention, TorchAttention
 from minisgl_edu.layers import NumbaOps, PackedOps, TorchOps, can_loop
@@ -145,6 +145,11 @@ def test_attention_backend_may_be_a_class(make_engine, naive):
 def test_what_cannot_be_a_part_is_named_by_its_kind(field, part, words):
     with pytest.raises(ValueError) as e: EngineConfig(**{field: part})
     assert words in str(e.value)
+
+
+def test_triton_on_a_cpu_is_refused_in_a_line(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="needs a GPU"): pick_parts("triton", CPU, torch.float32, True)
 
 
 @pytest.mark.skipif(not can_loop("cpu", torch.float32), reason="needs numba")
