@@ -111,7 +111,7 @@ class Plan:
     groups: list[Group]
     order: torch.Tensor|None # [num_decodes] rows of the decoding tokens, longest request first; None: all tokens, as they stand
 
-# %% ../nbs/08_attention.ipynb #967c3403
+# %% ../nbs/08_attention.ipynb #8ba847f3
 def split_step(
     ctx:ForwardContext,      # The step
     page_table:torch.Tensor, # [num_rows, max_len] int32, request x position -> slot
@@ -138,7 +138,8 @@ def plan_step(
     if not decodes: return Plan(extends, [], None)
     lens, tokens, reqs = (list(t) for t in zip(*decodes))
     table = page_table[ctx.rows[torch.tensor(reqs, device=device)], :lens[0]].long() # int64: slot * stride leaves int32
-    order = None if tokens == list(range(len(ctx.input_ids))) else torch.tensor(tokens, device=device)
+    num_tokens = sum(ctx.device_lens) - sum(ctx.cached_lens)
+    order = None if tokens == list(range(num_tokens)) else torch.tensor(tokens, device=device)
     return Plan(extends, plan_groups(table, lens, max_tokens, dtype), order)
 
 # %% ../nbs/08_attention.ipynb #1a4e0b62
