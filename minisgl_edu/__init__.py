@@ -6,8 +6,10 @@ __version__ = "0.1.0"
 # the choice, and with MINISGL_PLAIN=1 PyTorch stays as it comes.
 import os
 _tuned = {"THP_MEM_ALLOC_ENABLE": "1", **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "20000"})}
-_tuned = {} if os.environ.get("MINISGL_PLAIN", "0") not in ("", "0") else {name: value for name, value in _tuned.items() if name not in os.environ}
-os.environ.update(_tuned)
+_ours = os.environ.get("MINISGL_TUNED", "").split(",") # set by this package in the process that started this one
+_tuned = {name: os.environ.get(name, value) for name, value in _tuned.items() if name not in os.environ or name in _ours}
+if os.environ.get("MINISGL_PLAIN", "0") not in ("", "0"): _tuned = {}
+if _tuned: os.environ.update(_tuned, MINISGL_TUNED=",".join(_tuned))
 del os
 
 # Names of the public face and the chapter that defines each. Imported on first use, so that

@@ -210,12 +210,12 @@ def load_transformers(
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype).to(device).eval()
 
-# %% ../nbs/26_benchmark.ipynb #8dec6954
+# %% ../nbs/26_benchmark.ipynb #f8a207a0
 @contextmanager
 def plain_settings():
     "Processes that start inside find PyTorch without this package's settings"
     import minisgl_edu
-    kept, had = {name: os.environ.pop(name) for name in minisgl_edu._tuned if name in os.environ}, os.environ.get("MINISGL_PLAIN")
+    kept, had = {name: os.environ.pop(name) for name in ("MINISGL_TUNED", *minisgl_edu._tuned) if name in os.environ}, os.environ.get("MINISGL_PLAIN")
     os.environ["MINISGL_PLAIN"] = "1"
     try: yield
     finally:
@@ -231,7 +231,12 @@ class OwnProcess:
         with plain_settings():
             self.device, self.pool = device, ProcessPoolExecutor(1, get_context("spawn"))
             self.call(os.getpid) # it starts here
-    def call(self, fn, *args): return self.pool.submit(fn, *args).result()
+    def call(self, fn, *args):
+        from concurrent.futures.process import BrokenProcessPool
+        try: return self.pool.submit(fn, *args).result()
+        except BrokenProcessPool as e:
+            what = next((a.__name__ for a in args if callable(a)), fn.__name__)
+            raise RuntimeError(f"the process of the peer {what} died: killed, out of memory, or a script without `if __name__ == '__main__'` ({e.__cause__ or e})") from e
     def peer(self, make, *args):
         "`serve(workload)` of `make(*args)`, which is made there; gives moments and bytes, as `peak_above`"
         return lambda workload: self.call(_serve_apart, make, args, workload, self.device)

@@ -212,7 +212,7 @@ class TextIterator:
     def __enter__(self)->TextIterator: return self
     def __exit__(self, *exc): self.close()
 
-# %% ../nbs/20_llm.ipynb #943135e2
+# %% ../nbs/20_llm.ipynb #dd3ae8d4
 class LLM:
     "A model to call. One thread at a time: a second one is refused, not queued"
     def __init__(self,
@@ -270,9 +270,8 @@ class LLM:
         "End all requests and free the engine; a second call does nothing"
         if self._sessions.closed: return
         with self._sessions.only_me():
-            self._sessions.release(self._sessions.live.values())
             self._sessions.closed = True
-            try: self.scheduler.close()
+            try: self._sessions.release(self._sessions.live.values()); self.scheduler.close()
             finally: self.engine.close(); self.engine.tp.close()
 
     def __enter__(self)->LLM: return self

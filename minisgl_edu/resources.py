@@ -122,7 +122,7 @@ def make_prefix_cache(
     if cache == "naive": return NaivePrefixCache()
     raise ValueError(f"cache={cache!r} is unknown: use 'radix', 'naive', or a class called as cache(num_pages, page_size)")
 
-# %% ../nbs/14_resources.ipynb #a27fd68f
+# %% ../nbs/14_resources.ipynb #89250b7d
 class CheckedCache:
     "A prefix cache, and the pages that it has by what it said; it is named where its answers disagree"
     def __init__(self,
@@ -149,7 +149,9 @@ class CheckedCache:
     )->Match: # What is cached of it, in whole pages
         "Ask for a prefix"
         match = self.prefix_cache.match_prefix(token_ids)
-        if match.num_tokens == len(match.pages) * self.page_size <= len(token_ids): return match
+        if match.num_tokens == len(match.pages) * self.page_size <= len(token_ids):
+            self._returned("match_prefix", list(match.pages), self.in_cache, "in the cache")
+            return match
         raise self._lie(f"match_prefix says {match.num_tokens} of {len(token_ids)} tokens are in {len(match.pages)} pages of {self.page_size}")
 
     def insert(self,

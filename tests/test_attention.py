@@ -148,6 +148,15 @@ def test_the_loop_stores_where_the_table_says_and_takes_strided_slices():
     assert torch.equal(case.pool.kv.nan_to_num(7.0), plain.pool.kv.nan_to_num(7.0)), "one slot of each request is written, and no other"
 
 @loops
+def test_each_shape_keeps_its_code_under_its_own_name():
+    "Kept code is found by the name: one for each shape, and another when the helpers that are compiled in change"
+    import zlib
+    from pathlib import Path
+    from minisgl_edu import layers
+    names = [attention.make_decode(*shape).__qualname__ for shape in ((4, 2, 8), (4, 2, 16))]
+    assert names[0] != names[1] and all(f"{zlib.crc32(Path(layers.__file__).read_bytes()):x}" in n for n in names)
+
+@loops
 def test_nan_in_a_request_stays_in_that_request():
     case = Looped([(9, 10), (20, 21), (33, 34)], 3)
     case.pool.kv[0, case.slots[1][4]] = torch.nan

@@ -155,6 +155,25 @@ def test_a_peer_in_its_own_process_finds_torch_as_it_comes(monkeypatch):
     assert dict(os.environ) == before, "here they are as before"
 
 
+def _peers_settings():
+    with B.OwnProcess() as other: return other.call(_settings)
+
+def test_a_process_that_inherited_our_settings_knows_them_as_ours(monkeypatch):
+    "A peer of a child of ours finds torch as it comes too"
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    for name in ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE", "OMP_WAIT_POLICY", "MINISGL_PLAIN", "MINISGL_TUNED"): monkeypatch.delenv(name, raising=False)
+    for name, value in dict(GOMP_SPINCOUNT="20000", THP_MEM_ALLOC_ENABLE="1", MINISGL_TUNED="THP_MEM_ALLOC_ENABLE,GOMP_SPINCOUNT").items(): monkeypatch.setenv(name, value)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        assert set(child.submit(_settings).result()[1]) == {"THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"}
+        assert child.submit(_peers_settings).result()[0] == {"THP_MEM_ALLOC_ENABLE": None, "GOMP_SPINCOUNT": None, "MINISGL_PLAIN": "1"}
+
+
+def test_a_peer_that_dies_is_named():
+    with B.OwnProcess() as other:
+        with pytest.raises(RuntimeError, match="the process of the peer _exit died: killed, out of memory"): other.call(os._exit, 1)
+
+
 def test_what_the_reader_has_chosen_reaches_the_peers(monkeypatch):
     import minisgl_edu
     monkeypatch.setattr(minisgl_edu, "_tuned", {})

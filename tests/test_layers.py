@@ -1,5 +1,5 @@
 "Layers against plain formulas and against transformers; sharded layers against whole ones"
-import math, subprocess, sys
+import math, os, subprocess, sys
 
 import numpy as np, pytest
 import torch
@@ -335,3 +335,27 @@ def test_without_numba_torch_does_it_all():
             "except ValueError as e: print(e)")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert out.stdout.splitlines() == ["False TorchAttention TorchOps", "attention_backend='numba' needs the package numba, a CPU and float32; it is not installed"], out.stderr
+
+def test_jit_switched_off_means_torch():
+    code = "import torch; from minisgl_edu.layers import can_loop; import minisgl_edu.attention; print(can_loop('cpu', torch.float32))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, "NUMBA_DISABLE_JIT": "1"})
+    assert out.stdout.split() == ["False"], out.stderr
+
+@loops
+@pytest.mark.parametrize("harm", ["truncate", "fill", "gone"])
+def test_kept_code_is_a_convenience(tmp_path, harm):
+    "A broken, full or vanished cache of machine code costs the time to translate, and nothing else"
+    code = ("import sys, torch; from minisgl_edu.layers import NumbaOps, TorchOps; import minisgl_edu.layers as l, shutil, os, resource\n"
+            "if sys.argv[1] == 'gone': shutil.rmtree(os.environ['NUMBA_CACHE_DIR']); open(os.environ['NUMBA_CACHE_DIR'], 'w').close()\n"
+            "if sys.argv[1] == 'fill': resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "print(NumbaOps(TorchOps()).silu_mul(torch.ones(1, 4)).tolist())")
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+    def run(how): return subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, timeout=300, env=env)
+    if harm == "truncate":
+        assert run("plain").returncode == 0
+        files = [f for f in (tmp_path / "kept").rglob("*") if f.is_file()]
+        assert files
+        for f in files: f.write_bytes(f.read_bytes()[:30])
+        harm = "plain"
+    out = run(harm)
+    assert out.stdout.startswith("[[0.73"), out.stderr
