@@ -386,12 +386,12 @@ class NoMaker: pass
     (dict(cache=Lacking), TypeError, "cache: Lacking is no PrefixCache: it lacks lock, unlock, insert, evict, check_integrity, evictable_pages, protected_pages"),
     (dict(cache=ForgetsToReturn), TypeError, "ForgetsToReturn.insert must return a list, not None"),
     (dict(cache=PlainTuple), TypeError, "PlainTuple.match_prefix must return a Match"),
-    (dict(cache=PageChainCache(8, 4)), ValueError, "cache=.* or a class called as cache\\(num_pages, page_size\\)"),
+    (dict(cache=PageChainCache(8, 4)), ValueError, "cache cannot be an instance of PageChainCache; use one of .* or a class called as cache\\(num_pages, page_size\\)"),
     (dict(policy=OneWord), ValueError, "OneWord.order must return a tuple of 'prefill', 'decode', 'mixed', not 'decode'"),
     (dict(policy=NoAnswer()), ValueError, "NoAnswer.order must return a tuple .* not None"),
-    (dict(policy=object()), ValueError, "policy=.* or an object with a method order\\(view\\)"),
+    (dict(policy=object()), ValueError, "policy cannot be an instance of object; use one of .* or an object \\(or a class of such\\) with a method order\\(view\\)"),
     (dict(attention_backend=Lacking), TypeError, "attention_backend: Lacking is no AttentionBackend: it lacks prepare, forward"),
-    (dict(attention_backend=LoopAttention(None, None, None)), ValueError, "attention_backend=.* or a class called as Backend\\(config, pool, page_table\\)"),
+    (dict(attention_backend=LoopAttention(None, None, None)), ValueError, "attention_backend cannot be an instance of LoopAttention; use one of .* or a class called as Backend\\(config, pool, page_table\\)"),
     (dict(attention_backend=GivesNone), RuntimeError, "GivesNone.forward must return shape \\(3, 4, 8\\), that of q, not None"),
     (dict(attention_backend=GivesFlat), RuntimeError, "GivesFlat.forward must return shape \\(3, 4, 8\\), that of q, not .*3, 32"),
     (dict(attention_backend=GivesSingle), RuntimeError, "GivesSingle.forward must return torch.float64, that of q, not torch.float32"),
@@ -418,3 +418,13 @@ def test_one_that_fails_takes_no_other_output_along(tiny, monkeypatch):
     first, second, third = caught.value.outputs
     assert steps == [3, 2, 2, 2]
     assert first.token_ids == alone.token_ids and second is None and len(third.token_ids) == 4
+
+
+def test_close_ends_the_engine_whatever_a_part_says(tiny_model_dir, monkeypatch):
+    "A cache that lied may lie again when its requests are released"
+    llm = LLM(str(tiny_model_dir), device="cpu", num_pages=16, page_size=4)
+    def lies(_): raise TypeError("cache: it will not let go")
+    monkeypatch.setattr(llm._sessions, "release", lies)
+    with pytest.raises(TypeError, match="will not let go"): llm.close()
+    assert llm.engine.closed
+    llm.close()  # nothing more to do

@@ -280,3 +280,15 @@ def test_the_page_map_shows_each_page_once():
     assert CacheManager(10, 2, NaivePrefixCache()).page_map([]) == "." * 10
     small = cache.page_map([b], most=4)  # three pages to a character: the one most in use is shown
     assert len(small) == 4 and small == "".join(max(codes[i:i + 3], key=".csu".index) for i in range(0, 10, 3))
+
+
+@pytest.mark.parametrize("pages, why", [([7], "page 7 is not in the cache"), ([0, 0], "a page comes twice"), ([10**8], "page 100000000 is not in the cache")])
+def test_a_match_names_only_pages_that_the_cache_has(pages, why):
+    "Attention follows a matched page to an address: one that the cache never took must not get there"
+    from minisgl_edu.core import Match
+    from minisgl_edu.resources import CheckedCache
+    class Lies(PageChainCache):
+        def match_prefix(self, token_ids): return Match(pages, 4 * len(pages), None)
+    cache = CheckedCache(4, Lies(8, 4))
+    cache.insert(list(range(4)), [0])
+    with pytest.raises(TypeError, match=f"cache: Lies.match_prefix returned .*: {why}"): cache.match_prefix(list(range(12)))

@@ -196,7 +196,7 @@ def test_promises_are_kept():
 def test_a_refused_head_holds_nothing():
     cache = PageChainCache(8, 4)
     p = manager(num_pages=8, cache=cache)
-    p.cache.allocator.allocate(4); cache.insert(list(range(8)), [0, 1])
+    p.cache.allocator.allocate(4); p.cache.insert(list(range(8)), [0, 1])
     p.cache.allocator.free([2, 3])
     queue(p, (12, 30))
     assert p.schedule([]) is None and cache.protected_pages == 0 and p.table.num_free == 4 and p.num_waiting == 1
