@@ -273,15 +273,13 @@ def decode_on_team(
     def member(step): decode(me(), team(), numba.carray(step, 1)[0])
     return lambda step, threads: parallel(member.address, step.ctypes.data, threads, 0)
 
-# %% ../nbs/08_attention.ipynb #5feb564c
+# %% ../nbs/08_attention.ipynb #8a236537
 class NumbaAttention(TorchAttention):
     "Paged attention on a CPU in float32: single tokens by a loop that reads the pages in place, prompts as `TorchAttention`"
     def __init__(self, config, pool:KVPool, page_table:torch.Tensor):
         super().__init__(config, pool, page_table)
         if not can_loop(pool.kv.device, pool.kv.dtype): raise ValueError(f"NumbaAttention needs Numba, a CPU and float32, got {pool.kv.dtype} on {pool.kv.device}")
-        self.step = np.zeros(1, STEP)
-        self.step["num_slots"], self.step["table"], self.step["table_stride"] = pool.kv.shape[1], page_table.data_ptr(), page_table.stride(0)
-        self.step["num"] = 0 # so that the call below, which translates, does nothing else
+        self.step = np.zeros(1, STEP) # no requests: the call below translates, and does nothing else
         if config is not None: self._loop(pool.kv.shape[3] * config.num_qo_heads // config.num_kv_heads)(self.step, 1)
 
     def _loop(self, num_qo): return decode_on_team(num_qo, *self.pool.kv.shape[3:])
@@ -302,7 +300,7 @@ class NumbaAttention(TorchAttention):
         q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (q, k, v))
         if v.stride(0) != k.stride(0): k, v = k.contiguous(), v.contiguous()
         threads, num_kv = torch.get_num_threads(), k.shape[1]
-        step[0] = (q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), self.pool.kv[layer_id].data_ptr(), self.pool.kv.shape[1],
+        step[0] = (q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), self.pool.k[layer_id].data_ptr(), self.pool.kv.shape[1],
             self.page_table.data_ptr(), self.page_table.stride(0), plan.ctypes.data, len(plan), num_kv if len(plan) < 2 * threads else 1, out.data_ptr())
         self._loop(q.shape[1])(step, threads)
         return out

@@ -519,7 +519,7 @@ def median_of_counts(
         low, below = bound, count
     return float("nan")
 
-# %% ../nbs/26_benchmark.ipynb #e2190e4d
+# %% ../nbs/26_benchmark.ipynb #2eb8abc1
 def run_online(
     model=None,                     # Directory or hub id; None is the default model
     device="cpu",
@@ -529,8 +529,6 @@ def run_online(
     rate:float=2.0                  # Arrivals per second of that draw
 )->list[dict]: # Rows of four kinds: "load", "turns", "http", "host"
     "Everything that has to do with time: arrivals over HTTP, conversations, what the server and the host cost"
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
     from minisgl_edu.experiments import host_ms
     from minisgl_edu.launch import start_server
     from minisgl_edu.llm import LLM
@@ -547,12 +545,12 @@ def run_online(
         seconds = time.perf_counter() - start
         rows.append(dict(kind="load", sessions=len(trace), seconds=seconds, last_arrival=max(s.at for s in trace), **(load := summarize(results)), tokens_per_s=load["tokens"] / seconds))
         rows += turn_ttft(llm, {"transformers": lambda w: hf(w)[0]}, vocab, (32, 16, 4, 2) if quick else (128, 64, 16, 5), seed)
-        client = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
-        client.submit(_play, server.url, equal_workload(2, 8, 2, vocab, seed)).result()  # it has loaded all it needs
+        client = stack.enter_context(OwnProcess())
+        client.call(_play, server.url, equal_workload(2, 8, 2, vocab, seed))  # it has loaded all it needs
         rounds, before = [], delivery_counts(server.url)
         for i in range(1 if quick else 3):
             w = equal_workload(len(streams.requests), len(streams.requests[0][0]), streams.requests[0][1].max_tokens, vocab, seed + 10 + i)  # new prompts: no round finds those of the last
-            rounds.append((max(last for _, last in engine_peer(llm)(w)), client.submit(_play, server.url, w).result()))
+            rounds.append((max(last for _, last in engine_peer(llm)(w)), client.call(_play, server.url, w)))
         inside, outside = (statistics.median(r[i] for r in rounds) for i in (0, 1))
         rows.append(dict(kind="http", streams=len(streams.requests), engine_tokens_per_s=streams.output_tokens / inside, http_tokens_per_s=streams.output_tokens / outside,
             overhead=statistics.median(b / a for a, b in rounds) - 1, repeats=len(rounds),
