@@ -225,7 +225,7 @@ class AttentionBackend(Protocol):
     )->torch.Tensor:       # [num_tokens, num_qo_heads, head_dim]
         "Store k and v at `ctx.out_loc`, then attend: causal, over all tokens up to each position"
 
-# %% ../nbs/01_core.ipynb #2501e522
+# %% ../nbs/01_core.ipynb #85dd6ef1
 @runtime_checkable
 class Ops(Protocol):
     "The arithmetic a decoder layer needs besides attention; all shapes `[num_tokens, features]`"
@@ -237,6 +237,7 @@ class Ops(Protocol):
              k_weight:torch.Tensor|None=None, eps:float=1e-6)->tuple[torch.Tensor, torch.Tensor]: ... # weights: norm each head first
     def grouped_linear(self, x:torch.Tensor, weight:torch.Tensor, ends:torch.Tensor)->torch.Tensor: ... # rows up to ends[i] by weight[i]
     def silu_mul(self, gate_up:torch.Tensor)->torch.Tensor: ...
+    def rope_rows(self, table:torch.Tensor, positions:torch.Tensor, dtype:torch.dtype)->torch.Tensor: ... # what `rope` takes as `cos_sin`
 
 # %% ../nbs/01_core.ipynb #920c4528
 @dataclass

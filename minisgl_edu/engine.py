@@ -16,12 +16,12 @@ import torch
 __all__ = ['parse_bytes', 'EngineConfig', 'kv_budget', 'agree', 'PoolPlan', 'plan_pool', 'pick_parts', 'record_graphs', 'Engine',
            'make_context', 'StaticBatch']
 
-# %% ../nbs/13_engine.ipynb #4860a74b
+# %% ../nbs/13_engine.ipynb #46cfbb2e
 from .core import Batch, ForwardContext, Req, SamplingParams, check_number
 from .device import Stream, kv_heads_of, memory_free, pick_device, weight_bytes
 from .distributed import TPGroup, single
 from .checkpoint import ModelConfig, dummy_weights, load_weights, resolve_model, torch_dtype
-from .layers import NumbaOps, PackedOps, TorchOps, can_loop, can_pack
+from .layers import NumbaOps, PackedOps, TorchOps, can_loop, can_pack, openmp
 from .models import DecoderModel, create_model
 from .kvcache import KVPool, create_page_table, page_bytes, pages_needed, pages_that_fit
 from .attention import make_backend
@@ -57,7 +57,7 @@ def _one_of(
     fault = f"={value!r} does not exist" if known else f" cannot be {value.__name__ if isinstance(value, type) else f'an instance of {type(value).__name__}'}"
     raise ValueError(f"{name}{fault}; use one of {', '.join(map(repr, allowed))}{own and f', or {own}'}")
 
-# %% ../nbs/13_engine.ipynb #2073d61c
+# %% ../nbs/13_engine.ipynb #68b386c1
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -77,7 +77,7 @@ class EngineConfig:
     admission: str = "reserve"         # A request starts when its whole output fits; "optimistic": when its prompt does, and the youngest is pushed back when pages run out
     disable_overlap: bool|None = None  # True: schedule, wait, process; False: schedule while the device works; None: overlap on a GPU only
     extra_sync: bool = False           # For debugging: overlap, but wait for every step as soon as it is launched
-    cuda_graph_max_bs: int|None = None # Largest decode batch replayed as a graph, up to `max_running_requests`; 0: none; None: up to 256 on a GPU, none on the CPU
+    cuda_graph_max_bs: int|None = None # Largest decode batch replayed as a graph, up to `max_running_requests`; 0: none; None: up to 256 where steps can be recorded
     dummy_weights: bool = False        # Random weights: for speed, not for text
     seed: int = 0                      # Of the random weights
 
@@ -155,7 +155,7 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #68035710
+# %% ../nbs/13_engine.ipynb #cb82af23
 def pick_parts(
     name,                # `attention_backend`: "auto", "torch", "numba", "triton" or a class
     device:torch.device, # Where the engine runs
@@ -170,12 +170,13 @@ def pick_parts(
         except ModuleNotFoundError as e: raise ValueError(f"attention_backend='triton' needs the package {e.name}, which has Linux wheels only") from None
         return TritonOps(), TritonAttention
     products, loops = PackedOps() if spare and can_pack(device, dtype) else TorchOps(), can_loop(device, dtype)
+    cores = openmp() or torch.get_num_threads() == 1 # else a product of ours would have one core, and PyTorch's has several
     if name == "numba" and not loops:
         lacks = "it is not installed" if not find_spec("numba") else f"this is {dtype} on {device}"
         raise ValueError(f"attention_backend='numba' needs the package numba, a CPU and float32; {lacks}")
-    return NumbaOps(products) if loops and name != "torch" else products, name
+    return NumbaOps(None if spare and cores else products) if loops and name != "torch" else products, name
 
-# %% ../nbs/13_engine.ipynb #fed1b04c
+# %% ../nbs/13_engine.ipynb #80ab3e8c
 def record_graphs(
     config:EngineConfig,     # `cuda_graph_max_bs`, and the numbers to turn when memory runs out
     model:DecoderModel,      # With its attention backend
@@ -187,7 +188,8 @@ def record_graphs(
     device, free = page_table.device, memory_free(page_table.device)
     largest = largest_captured(config.cuda_graph_max_bs, config.max_running_requests, device, model)
     if not largest: return None
-    try: graphs = GraphRunner(model, model.attention, page_table, dummy_slot, graph_sizes(largest))
+    sizes = graph_sizes(largest) if config.cuda_graph_max_bs or device.type == "cuda" else list(range(1, largest + 1)) # tapes: one for each
+    try: graphs = GraphRunner(model, model.attention, page_table, dummy_slot, sizes)
     except torch.cuda.OutOfMemoryError:
         raise RuntimeError(f"no memory left to record decode steps of up to {largest} requests: lower memory_ratio={config.memory_ratio}, "
                            f"kv_memory={config.kv_memory} or num_pages={config.num_pages}, or set a smaller cuda_graph_max_bs") from None

@@ -14,12 +14,12 @@ from torch import nn
 __all__ = ['ARCHITECTURES', 'Attention', 'MLP', 'DecoderLayer', 'DecoderModel', 'create_model', 'DenseAttention', 'full_context',
            'generate_naive', 'MoE']
 
-# %% ../nbs/06_models.ipynb #77bcf480
+# %% ../nbs/06_models.ipynb #3f958b14
 from .core import AttentionBackend, ForwardContext, Ops
 from .device import kv_heads_of
 from .distributed import TPGroup, divide, single
 from .checkpoint import FAMILIES, ModelConfig, WeightSlot
-from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, can_group, rope_rows, rope_table
+from .layers import ColumnLinear, Layer, LMHead, RMSNorm, RowLinear, VocabEmbedding, can_group, rope_table
 
 # %% ../nbs/06_models.ipynb #c4190d93
 class Attention(Layer):
@@ -72,7 +72,7 @@ class MLP(Layer):
 
     def slots(self, prefix): return {**self.gate_up.slots(prefix), **self.down.slots(f"{prefix}.down_proj")}
 
-# %% ../nbs/06_models.ipynb #0b99f436
+# %% ../nbs/06_models.ipynb #0a5bd5b8
 class DecoderLayer(Layer):
     "Attention and MLP, each after a norm; what they add to is carried along as `residual`"
     def __init__(self,
@@ -89,13 +89,13 @@ class DecoderLayer(Layer):
 
     def forward(self,
         x:torch.Tensor,            # [num_tokens, hidden] what the layer before adds
-        residual:torch.Tensor,     # [num_tokens, hidden] what it adds to
-        cos_sin:torch.Tensor,      # From `rope_rows`
+        residual:torch.Tensor|None,# [num_tokens, hidden] what it adds to; None before the first layer
+        cos_sin:torch.Tensor,      # From `Ops.rope_rows`
         ctx:ForwardContext,        # This step
         attention:AttentionBackend # Where keys and values are
     )->tuple[torch.Tensor, torch.Tensor]: # The same two, for the next layer
         "Norm, attend, norm, MLP; each norm first adds `x` to the residual"
-        x, residual = self.input_norm(x, residual)
+        x, residual = (self.input_norm(x), x) if residual is None else self.input_norm(x, residual)
         x = self.attention(x, cos_sin, ctx, attention)
         x, residual = self.post_norm(x, residual)
         return self.mlp(x), residual
@@ -104,7 +104,7 @@ class DecoderLayer(Layer):
         return {**self.input_norm.slots(f"{prefix}.input_layernorm"), **self.attention.slots(f"{prefix}.self_attn"),
                 **self.post_norm.slots(f"{prefix}.post_attention_layernorm"), **self.mlp.slots(f"{prefix}.mlp")}
 
-# %% ../nbs/06_models.ipynb #d4e8a814
+# %% ../nbs/06_models.ipynb #b08d5e00
 class DecoderModel(Layer):
     "Embedding, decoder layers, norm and head: from one step's tokens to the scores of each request's next token"
     def __init__(self,
@@ -114,7 +114,7 @@ class DecoderModel(Layer):
         tp:TPGroup                       # Who shares the weights
     ):
         super().__init__()
-        self.config, self.attention = config, attention
+        self.config, self.attention, self.ops, self.tp = config, attention, ops, tp
         self.layers = nn.ModuleList(DecoderLayer(config, i, tp, ops) for i in range(config.num_layers))
         self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, tp, ops)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -126,6 +126,10 @@ class DecoderModel(Layer):
     def capturable(self)->bool: # Can a step be recorded as a CUDA graph? Not where experts need a look from the host
         return not self.config.sparse_layers or can_group(self.norm.weight.device, self.norm.weight.dtype)
 
+    @property
+    def recordable(self)->bool: # Is a step nothing but loops of ours (chapter 05), so that it can go on a tape (chapter 12)?
+        return getattr(self.ops, "recordable", False) and not self.config.sparse_layers and self.tp.size == 1
+
     def make_rope(self, device): self.rope = rope_table(self.config, self.config.max_position, device)
 
     def forward(self,
@@ -136,8 +140,7 @@ class DecoderModel(Layer):
         attention = attention or self.attention
         x = self.embedding(ctx.input_ids)
         if self.rope is None: self.make_rope(x.device)
-        cos_sin = rope_rows(self.rope, ctx.positions, x.dtype) # once a step, not once a layer
-        residual = torch.zeros_like(x)
+        cos_sin, residual = self.ops.rope_rows(self.rope, ctx.positions, x.dtype), None # rows once a step, not once a layer
         for layer in self.layers: x, residual = layer(x, residual, cos_sin, ctx, attention)
         if len(ctx.last_indices) < len(x): x, residual = x[ctx.last_indices], residual[ctx.last_indices]
         logits = self.head(self.norm(x, residual)[0])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 
-from minisgl_edu import attention
-from minisgl_edu.attention import NumbaAttention, TorchAttention, as_run, decode_on_team, causal_mask, extend_attention, make_backend, split_groups
+from minisgl_edu import attention, layers
+from minisgl_edu.attention import NumbaAttention, TorchAttention, as_run, causal_mask, decode_loop, extend_attention, make_backend, split_groups
 from minisgl_edu.checkpoint import ModelConfig, dummy_weights
 from minisgl_edu.core import AttentionBackend, ForwardContext
 from minisgl_edu.device import memory_free
@@ -124,10 +124,12 @@ def test_the_loop_on_any_team(seed, page_size, threads):
 @loops
 def test_the_loop_without_openmp_runs_on_one_thread(monkeypatch):
     case = Looped(SPANS["mixed"], 3)
-    monkeypatch.setattr(attention, "openmp", lambda: None)
-    decode_on_team.cache_clear()
-    try: case.check(1e-5)
-    finally: decode_on_team.cache_clear()
+    for module in (attention, layers): monkeypatch.setattr(module, "openmp", lambda: None)
+    layers.team.cache_clear()
+    try:
+        case.check(1e-5)
+        assert torch.allclose(layers.NumbaOps().linear(torch.ones(3, 7), torch.eye(7)), torch.ones(3, 7))
+    finally: layers.team.cache_clear()
     threads = torch.get_num_threads()
     try:
         for n, kind in ((2, TorchAttention), (1, NumbaAttention)):
@@ -152,8 +154,7 @@ def test_each_shape_keeps_its_code_under_its_own_name():
     "Kept code is found by the name: one for each shape, and another when the helpers that are compiled in change"
     import zlib
     from pathlib import Path
-    from minisgl_edu import layers
-    names = [attention.make_decode(*shape).__qualname__ for shape in ((4, 2, 8), (4, 2, 16))]
+    names = [decode_loop(*shape).fn.__qualname__ for shape in ((4, 2, 8), (4, 2, 16))]
     assert names[0] != names[1] and all(f"{zlib.crc32(Path(layers.__file__).read_bytes()):x}" in n for n in names)
 
 @loops

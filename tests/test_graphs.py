@@ -7,10 +7,12 @@ import pytest, torch
 from torch.utils._pytree import tree_leaves
 
 from conftest import greedy
-from minisgl_edu.core import SamplingParams
+from minisgl_edu import graphs
+from minisgl_edu.core import ForwardContext, SamplingParams
 from minisgl_edu.attention import TorchAttention
 from minisgl_edu.engine import Engine, EngineConfig
-from minisgl_edu.graphs import graph_sizes, largest_captured
+from minisgl_edu.graphs import TapeMemory, graph_sizes, largest_captured
+from minisgl_edu.layers import NumbaOps, can_loop, openmp, recording
 from minisgl_edu.overlap import OverlapScheduler
 from minisgl_edu.scheduler import Scheduler
 from plugins import LoopAttention
@@ -287,6 +289,98 @@ def test_the_offline_api_takes_it(tiny_model_dir):
             answers.append([o.token_ids for o in llm.generate([ids for ids, _ in WORK], [greedy(n) for _, n in WORK])])
     assert answers[0] == answers[1] and [len(t) for t in answers[0]] == [n for _, n in WORK]
 
+
+# ---- the tape -----------------------------------------------------------------------------------------------------------------------
+
+taped = pytest.mark.skipif(not can_loop("cpu", torch.float32) or not (openmp() or torch.get_num_threads() == 1), reason="needs numba")
+
+def float_engine(model_dir, **kw):
+    return Engine(EngineConfig(model=str(model_dir), dtype="float32", device="cpu", **dict(num_pages=64, max_running_requests=8) | kw))
+
+@pytest.fixture(scope="module")
+def eager(tiny_model_dir):
+    engine = float_engine(tiny_model_dir, cuda_graph_max_bs=0)
+    yield tokens_of(engine, WORK, late=WORK[::-1])[0]
+    engine.close()
+
+@taped
+@pytest.mark.parametrize("kw", [dict(), dict(page_size=1, num_pages=1024), dict(cuda_graph_max_bs=8), dict(cuda_graph_max_bs=3), dict(policy="mixed", max_prefill_length=8),
+                                dict(disable_overlap=False), dict(admission="optimistic", num_pages=14, page_size=4, max_seq_len=48)], ids=str)
+def test_a_tape_gives_the_tokens_of_the_eager_engine(tiny_model_dir, eager, kw):
+    engine = float_engine(tiny_model_dir, **kw)
+    want = eager if "max_seq_len" not in kw else tokens_of(float_engine(tiny_model_dir, **kw, cuda_graph_max_bs=0), WORK, late=WORK[::-1])[0]
+    loop = OverlapScheduler if kw.get("disable_overlap") is False else Scheduler
+    assert tokens_of(engine, WORK, loop, late=WORK[::-1])[0] == want
+    assert engine.graphs.taped and engine.graphs.replayed
+    assert engine.graphs.sizes == (graph_sizes(kw["cuda_graph_max_bs"]) if "cuda_graph_max_bs" in kw else list(range(1, 9)))
+    assert {len(tape.calls) for tape in engine.graphs.graphs.values()} == {4 + 10 * engine.model_config.num_layers}
+    engine.close()
+
+@taped
+def test_scores_of_a_tape_are_those_of_the_eager_step_to_the_last_bit(tiny_model_dir):
+    "Sizes recorded in any order, on one memory, and played in turns"
+    engine, rng = float_engine(tiny_model_dir), torch.Generator().manual_seed(0)
+    def run():
+        engine.pool.kv.normal_(generator=rng)
+        for row in range(8): engine.page_table[row, :64] = torch.arange(64 * row, 64 * row + 64)
+        for n in (3, 8, 1, 3, 5, 8, 2, 1):
+            at, rows = torch.randint(0, 60, (n,), generator=rng), torch.randperm(8, generator=rng)[:n]
+            ids, order = torch.randint(0, 100, (n,), generator=rng), torch.arange(n)
+            ctx = lambda: ForwardContext("decode", at.tolist(), (at + 1).tolist(), rows, ids, at, 64 * rows + at, order)
+            kv = engine.pool.kv.clone()
+            got, after = engine.graphs.replay(ctx()).clone(), engine.pool.kv.clone()
+            engine.pool.kv.copy_(kv)
+            now = ctx()
+            engine.backend.prepare(now)
+            assert torch.equal(got, engine.model(now)) and torch.equal(after, engine.pool.kv), n
+    engine.stream.submit(run).synchronize()
+    engine.close()
+
+@taped
+@pytest.mark.parametrize("what, name", [(lambda x: x + 1, "aten.add"), (lambda x: x.clone(), "aten.clone"), (lambda x: x.zero_(), "aten.zero_"),
+                                        (lambda x: x.view(4).sum().item(), "aten"), (lambda x: torch.zeros(4), "aten.zeros"), (lambda x: x.T.contiguous(), "aten")])
+def test_a_tape_refuses_what_it_would_miss(what, name):
+    "And leaves nothing behind: the next operation runs as ever"
+    x = torch.ones(2, 2)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=f"a tape holds loops of ours only, and {name}"): graphs.Tape(lambda: (what(x), x)[1], TapeMemory())
+    assert recording.tape is None
+    ops, weight, x = NumbaOps(), torch.ones(2), torch.ones(2, 2)
+    tape = graphs.Tape(lambda: ops.rms_norm(x.view(4).view(2, 2)[:, :], weight, 1e-6), TapeMemory())
+    assert len(tape.calls) == 1 and torch.allclose(tape.play(), torch.ones(2, 2))
+
+@taped
+def test_memory_of_tapes_goes_round_and_never_away():
+    memory = TapeMemory()
+    a, b = memory.empty((10, 10)), memory.empty((10, 10))
+    assert a.data_ptr() != b.data_ptr()
+    places, view = {a.data_ptr(), b.data_ptr()}, b[3]
+    del a, b
+    c = memory.empty((11, 9))
+    assert c.data_ptr() in places and memory.empty((100,)).data_ptr() not in places, "the other is still seen by a view"
+    assert memory.empty((1,)).numel() == 1 and memory.empty((0, 4)).shape == (0, 4)
+    place = view.data_ptr() - 120
+    del view
+    assert memory.empty((128,)).data_ptr() == place
+
+@taped
+def test_what_is_recorded_where(make_engine, tiny_model_dir):
+    "By default in float32 with our loops; not in float64, not by other parts, not where somebody said none"
+    def recorded(**kw):
+        engine = float_engine(tiny_model_dir, **kw)
+        engine.close()
+        return engine.graphs
+    assert recorded().taped and recorded(attention_backend="numba").taped
+    assert recorded(cuda_graph_max_bs=0) is None and recorded(attention_backend="torch") is None and recorded(attention_backend=LoopAttention) is None
+    assert make_engine().graphs is None and not make_engine(cuda_graph_max_bs=2).graphs.taped
+
+@taped
+def test_two_engines_record_and_play_at_the_same_time(tiny_model_dir, eager):
+    "Each thread has a tape of its own"
+    from concurrent.futures import ThreadPoolExecutor
+    engines = [float_engine(tiny_model_dir) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool: runs = list(pool.map(lambda e: tokens_of(e, WORK, late=WORK[::-1])[0], engines))
+    assert runs == [eager, eager]
+    for e in engines: e.close()
 
 # ---- our own kernels ----------------------------------------------------------------------------------------------------------------
 

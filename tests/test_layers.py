@@ -266,7 +266,7 @@ def test_weights_are_packed_once_each():
 
 loops = pytest.mark.skipif(not can_loop("cpu", torch.float32), reason="needs numba")
 
-def looped(): return NumbaOps(TorchOps())
+def looped(): return NumbaOps()
 
 @loops
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 65])
@@ -323,6 +323,45 @@ def test_exponential_over_its_whole_range():
     assert max(abs(layers.exp(v) / math.exp(v) - 1) for v in near) < 5e-7
     assert layers.exp(np.float32(np.inf)) == np.inf and 0 <= layers.exp(np.float32(-np.inf)) < 1e-37 and math.isnan(layers.exp(np.float32(np.nan)))
 
+@loops
+@pytest.mark.parametrize("out,size", [(960, 576), (576, 1536), (7, 5), (1, 64), (100, 33), (64, 1), (33, 40)])
+def test_our_product_equals_the_plain_one_for_every_number_of_tokens(out, size):
+    "Every tile, several passes, several blocks, ragged panels, a bias or none"
+    ops, weight, bias = looped(), torch.nn.Parameter(rand(out, size)), rand(out, seed=1)
+    with torch.inference_mode():
+        for n in (*range(1, 40), 64, 96, 97, 98, 193, 300):
+            x = rand(n, size, seed=n)
+            want = x.double() @ weight.double().T
+            torch.testing.assert_close(ops.linear(x, weight).double(), want, rtol=1e-5, atol=2e-5 * size**0.5)
+            torch.testing.assert_close(ops.linear(x, weight, bias).double(), want + bias.double(), rtol=1e-5, atol=2e-5 * size**0.5)
+        wide = rand(3, 2 * size)[:, ::2]  # not contiguous
+        torch.testing.assert_close(ops.linear(wide, weight).double(), wide.double() @ weight.double().T, rtol=1e-5, atol=2e-5 * size**0.5)
+        assert ops.linear(rand(0, size), weight).shape == (0, out)
+    assert len(ops._panels) == 1, "laid out once"
+
+@loops
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_our_product_on_any_team(threads):
+    "Panels are shared out without a gap, whatever the number of threads; with more of them than panels some have nothing to do"
+    before, weight = torch.get_num_threads(), rand(70, 24)
+    try:
+        torch.set_num_threads(threads)
+        for n in (1, 2, 13, 100): torch.testing.assert_close(looped().linear(rand(n, 24), weight), rand(n, 24) @ weight.T, rtol=1e-5, atol=1e-4)
+        test_loops_equal_torch(7, 10)
+    finally: torch.set_num_threads(before)
+
+@loops
+def test_our_product_reads_and_writes_nothing_beside_its_place():
+    "Values around the input and the output are NaN, and stay"
+    ops, weight = looped(), rand(45, 19)
+    for n in (1, 3, 13, 97):
+        frame_x, frame_out = torch.full((n + 2, 19), math.nan), torch.full((n + 2, 45), math.nan)
+        frame_x[1:-1] = rand(n, 19)
+        panels = layers.panels_of(weight)
+        layers.product_loop(frame_x[1].data_ptr(), panels.data_ptr(), 0, frame_out[1].data_ptr(), n, 19, 45)
+        torch.testing.assert_close(frame_out[1:-1], rand(n, 19) @ weight.T, rtol=1e-5, atol=1e-4)
+        assert frame_out[0].isnan().all() and frame_out[-1].isnan().all()
+
 def test_without_numba_torch_does_it_all():
     "Nothing else breaks where the package is missing"
     code = ("import sys; sys.modules['numba'] = None\n"
@@ -345,10 +384,10 @@ def test_jit_switched_off_means_torch():
 @pytest.mark.parametrize("harm", ["truncate", "fill", "gone"])
 def test_kept_code_is_a_convenience(tmp_path, harm):
     "A broken, full or vanished cache of machine code costs the time to translate, and nothing else"
-    code = ("import sys, torch; from minisgl_edu.layers import NumbaOps, TorchOps; import minisgl_edu.layers as l, shutil, os, resource\n"
+    code = ("import sys, torch; from minisgl_edu.layers import NumbaOps; import minisgl_edu.layers as l, shutil, os, resource\n"
             "if sys.argv[1] == 'gone': shutil.rmtree(os.environ['NUMBA_CACHE_DIR']); open(os.environ['NUMBA_CACHE_DIR'], 'w').close()\n"
             "if sys.argv[1] == 'fill': resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "print(NumbaOps(TorchOps()).silu_mul(torch.ones(1, 4)).tolist())")
+            "print(NumbaOps().silu_mul(torch.ones(1, 4)).tolist())")
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
     def run(how): return subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, timeout=300, env=env)
     if harm == "truncate":
