@@ -11,8 +11,8 @@ from minisgl_edu import graphs
 from minisgl_edu.core import ForwardContext, SamplingParams
 from minisgl_edu.attention import TorchAttention
 from minisgl_edu.engine import Engine, EngineConfig
-from minisgl_edu.graphs import TapeMemory, graph_sizes, largest_captured
-from minisgl_edu.layers import NumbaOps, can_loop, openmp, recording
+from minisgl_edu.graphs import graph_sizes, largest_captured
+from minisgl_edu.layers import Memory, NumbaOps, can_loop, openmp, recording
 from minisgl_edu.overlap import OverlapScheduler
 from minisgl_edu.scheduler import Scheduler
 from plugins import LoopAttention
@@ -342,15 +342,15 @@ def test_scores_of_a_tape_are_those_of_the_eager_step_to_the_last_bit(tiny_model
 def test_a_tape_refuses_what_it_would_miss(what, name):
     "And leaves nothing behind: the next operation runs as ever"
     x = torch.ones(2, 2)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=f"a tape holds loops of ours only, and {name}"): graphs.Tape(lambda: (what(x), x)[1], TapeMemory())
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=f"a tape holds loops of ours only, and {name}"): graphs.Tape(lambda: (what(x), x)[1])
     assert recording.tape is None
     ops, weight, x = NumbaOps(), torch.ones(2), torch.ones(2, 2)
-    tape = graphs.Tape(lambda: ops.rms_norm(x.view(4).view(2, 2)[:, :], weight, 1e-6), TapeMemory())
+    tape = graphs.Tape(lambda: ops.rms_norm(x.view(4).view(2, 2)[:, :], weight, 1e-6))
     assert len(tape.calls) == 1 and torch.allclose(tape.play(), torch.ones(2, 2))
 
 @taped
 def test_memory_of_tapes_goes_round_and_never_away():
-    memory = TapeMemory()
+    memory = Memory()
     a, b = memory.empty((10, 10)), memory.empty((10, 10))
     assert a.data_ptr() != b.data_ptr()
     places, view = {a.data_ptr(), b.data_ptr()}, b[3]
