@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 # %% auto #0
 __all__ = ['causal_mask', 'extend_attention', 'split_groups', 'as_run', 'Group', 'plan_groups', 'Extend', 'Plan', 'split_step',
-           'plan_step', 'TorchAttention', 'decode_loop', 'NumbaAttention', 'make_backend']
+           'plan_step', 'TorchAttention', 'code_name', 'decode_loop', 'extend_loops', 'NumbaAttention', 'make_backend']
 
-# %% ../nbs/08_attention.ipynb #5bdf6e35
+# %% ../nbs/08_attention.ipynb #ea615f7e
 from .core import AttentionBackend, ForwardContext, check_part
 from .kvcache import KVPool
-from .layers import TeamLoop, _pointer, can_loop, empty, exp, numba, numbers, openmp, prefetch, rows_at
+from .layers import MOST_ROWS, WIDE, TeamLoop, _pointer, can_loop, empty, exp, multiply, numba, numbers, openmp, prefetch, rows_at
 
 # %% ../nbs/08_attention.ipynb #d860f503
 def causal_mask(
@@ -191,7 +191,11 @@ class TorchAttention:
         decoded = torch.cat([self._decode(tokens[g.start:g.end], layer_id, g) for g in plan.groups])
         return decoded if plan.order is None else out.index_copy_(0, plan.order, decoded)
 
-# %% ../nbs/08_attention.ipynb #67957595
+# %% ../nbs/08_attention.ipynb #0da24396
+def code_name(*parts):
+    "The name under which Numba keeps a loop on disk: one for each shape, and another when the helpers that are compiled into it change"
+    return "_".join(map(str, parts)) + f"_{zlib.crc32(Path(can_loop.__code__.co_filename).read_bytes()):x}"
+
 @functools.lru_cache
 def decode_loop(
     num_qo:int, # Query heads
@@ -242,13 +246,69 @@ def decode_loop(
                             for c in range(dim): acc[h, c] += weight * value[c]
             for h in range(heads.start * group, heads.stop * group):
                 for c in range(dim): out[h, c] = acc[h, c] / total[h]
-    helpers = zlib.crc32(Path(can_loop.__code__.co_filename).read_bytes())       # compiled in: where they change, the kept code is stale
-    decode.__qualname__ = f"decode_{num_qo}_{num_kv}_{dim}_{helpers:x}" # the name of the file in which Numba keeps it: one for each shape
+    decode.__qualname__ = code_name("decode", num_qo, num_kv, dim)
     return TeamLoop(decode)
 
-# %% ../nbs/08_attention.ipynb #7f2cbc40
+# %% ../nbs/08_attention.ipynb #92f30c98
+@functools.lru_cache
+def extend_loops(
+    num_qo:int, # Query heads
+    num_kv:int, # KV heads; `num_qo` is a multiple
+    dim:int     # Features of a head
+)->tuple[TeamLoop, TeamLoop]: # The first lays a request's keys and values out in panels, the second attends to them
+    "The loops of one request that computes several tokens"
+    wide, scale = -(-dim // WIDE), np.float32(dim ** -0.5)
+    def lay_out(me, members, given):
+        pool, num_slots, slots, new_keys, new_values, kv_stride, cached, length, keys, values = numbers(given, 10)
+        blocks, kv = -(-length // WIDE), numba.carray(_pointer(pool), (num_slots, 2, num_kv, dim), np.float32)
+        slots = numba.carray(_pointer(slots), (length,), np.int32)
+        keys = numba.carray(_pointer(keys), (num_kv, blocks, dim, WIDE), np.float32)
+        values = numba.carray(_pointer(values), (num_kv, wide, blocks * WIDE, WIDE), np.float32)
+        for item in range(me, num_kv * blocks, members):
+            g, block = item // blocks, item % blocks
+            values[g, wide - 1, block * WIDE:(block + 1) * WIDE] = 0 # features that are missing from the last panel
+            if (block + 1) * WIDE > length: keys[g, block] = 0; values[g, :, block * WIDE:(block + 1) * WIDE] = 0
+            for i in range(block * WIDE, min((block + 1) * WIDE, length)):
+                key, value = kv[slots[i], 0, g], kv[slots[i], 1, g]
+                if i >= cached:
+                    k, v = rows_at(new_keys + 4 * (i - cached) * kv_stride, num_kv, dim)[g], rows_at(new_values + 4 * (i - cached) * kv_stride, num_kv, dim)[g]
+                    for c in range(dim): key[c], value[c] = k[c], v[c]
+                for c in range(dim): keys[g, block, c, i - block * WIDE], values[g, c // WIDE, i, c % WIDE] = key[c], value[c]
+    def attend(me, members, given):
+        queries, q_stride, keys, values, cached, num, answers = numbers(given, 7)
+        blocks, tiles, out = -(-(cached + num) // WIDE), -(-num // MOST_ROWS), rows_at(answers, num, num_qo * dim)
+        scores, part, lanes = np.empty((MOST_ROWS, blocks * WIDE), np.float32), np.empty((MOST_ROWS, WIDE), np.float32), np.empty(16, np.float32)
+        total, row_bytes, key_bytes, value_bytes = np.empty(MOST_ROWS, np.float32), 4 * blocks * WIDE, 4 * dim * WIDE, 4 * blocks * WIDE * WIDE
+        for item in range(me, num_qo * tiles, members):
+            head, first = item // tiles, item % tiles * MOST_ROWS
+            rows, group = min(MOST_ROWS, num - first), head // (num_qo // num_kv)
+            seen = cached + first + rows # by the last row
+            for block in range(-(-seen // WIDE)):
+                panel = keys + (group * blocks + block) * key_bytes
+                multiply(rows, queries + 4 * (first * q_stride + head * dim), 4 * q_stride, panel, scores.ctypes.data + 4 * block * WIDE, row_bytes, dim, panel + key_bytes, 4 * WIDE)
+            for r in range(rows):
+                mine, highest, added, line = seen - rows + r + 1, np.float32(-np.inf), np.float32(0), scores[r]
+                lanes[:] = -np.inf
+                for i in range(0, mine - 15, 16):
+                    for j in range(16): lanes[j] = max(lanes[j], line[i + j])
+                for i in range(mine // 16 * 16, mine): highest = max(highest, line[i])
+                for j in range(16): highest = max(highest, lanes[j])
+                for i in range(mine):
+                    weight = exp((line[i] - highest) * scale)
+                    line[i] = weight
+                    added += weight
+                line[mine:seen], total[r] = 0, added
+            for half in range(wide):
+                panel = values + (group * wide + half) * value_bytes
+                multiply(rows, scores.ctypes.data, row_bytes, panel, part.ctypes.data, 4 * WIDE, seen, panel, 4 * WIDE)
+                for r in range(rows):
+                    for c in range(min(WIDE, dim - half * WIDE)): out[first + r, head * dim + half * WIDE + c] = part[r, c] / total[r]
+    for fn in (lay_out, attend): fn.__qualname__ = code_name(fn.__name__, num_qo, num_kv, dim)
+    return TeamLoop(lay_out), TeamLoop(attend)
+
+# %% ../nbs/08_attention.ipynb #6c13ff0f
 class NumbaAttention(TorchAttention):
-    "Paged attention on a CPU in float32: single tokens by a loop that reads the pages in place, prompts as `TorchAttention`"
+    "Paged attention on a CPU in float32, by loops that read the pages in place"
     recordable = True # a decode step asks PyTorch for nothing
 
     def __init__(self, config, pool:KVPool, page_table:torch.Tensor):
@@ -260,19 +320,32 @@ class NumbaAttention(TorchAttention):
     def _loop(self, num_qo): return decode_loop(num_qo, *self.pool.kv.shape[3:])
 
     def prepare(self, ctx:ForwardContext)->None:
-        "Once a step: who decodes, from which row of the table, and how far"
-        extends, decodes = split_step(ctx, self.page_table, self.pool.kv.dtype)
-        rows = ctx.rows.tolist()
-        if decodes: self.plan[:len(decodes)] = [(rows[i], length, token) for length, token, i in decodes]
+        "Once a step: from which row of the table each request reads, how far, and which tokens of the step are its own"
+        extends, decodes, start = [], [], 0
+        for row, cached, length in zip(ctx.rows.tolist(), ctx.cached_lens, ctx.device_lens):
+            if length - cached == 1: decodes.append((row, length, start))
+            else: extends.append((row, cached, length, start))
+            start += length - cached
+        if decodes: self.plan[:len(decodes)] = sorted(decodes, key=lambda d: -d[1]) # the longest first, so that the last to be dealt out is short
         ctx.metadata = extends, len(decodes)
+
+    def _extend_one(self, q, k, v, layer_id, row, cached, length, out):
+        "The tokens from `cached` to `length` of the request in this row of the table"
+        pool, (num_kv, dim) = self.pool.k[layer_id], self.pool.kv.shape[3:]
+        blocks, (lay_out, attend) = -(-length // WIDE), extend_loops(q.shape[1], num_kv, dim)
+        keys, values = empty(num_kv, blocks, dim, WIDE), empty(num_kv, -(-dim // WIDE), blocks * WIDE, WIDE)
+        lay_out(pool.data_ptr(), len(pool), self.page_table[row].data_ptr(), k.data_ptr(), v.data_ptr(), k.stride(0), cached, length, keys.data_ptr(), values.data_ptr())
+        attend(q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), cached, length - cached, out.data_ptr())
 
     def forward(self, q, k, v, layer_id, ctx:ForwardContext)->torch.Tensor:
         "Store this step's keys and values, then attend"
         (extends, num), out = ctx.metadata, empty(*q.shape)
-        if extends: self._extend(q, k, v, layer_id, ctx, extends, out)
-        if not num: return out
         q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (q, k, v))
         if v.stride(0) != k.stride(0): k, v = k.contiguous(), v.contiguous()
+        for row, cached, length, start in extends:
+            own = slice(start, start + length - cached)
+            self._extend_one(q[own], k[own], v[own], layer_id, row, cached, length, out[own])
+        if not num: return out
         parts = k.shape[1] if num < 2 * torch.get_num_threads() else 1
         self._loop(q.shape[1])(q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), self.pool.k[layer_id].data_ptr(), self.pool.kv.shape[1],
             self.page_table.data_ptr(), self.page_table.stride(0), self.plan.ctypes.data, num, parts, out.data_ptr())

@@ -15,8 +15,8 @@ from torch import nn
 # %% auto #0
 __all__ = ['f32', 'CALL', 'recording', 'WIDE', 'TOKENS', 'MOST_ROWS', 'default_inv_freq', 'llama3_inv_freq', 'yarn_inv_freq',
            'attention_factor', 'rope_inv_freq', 'rope_table', 'rope_rows', 'can_group', 'TorchOps', 'can_pack',
-           'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'team', 'Memory', 'empty',
-           'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop', 'embedding_loop', 'rope_rows_loop', 'panels_of',
+           'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'team', 'on_line', 'Memory',
+           'empty', 'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop', 'embedding_loop', 'rope_rows_loop', 'panels_of',
            'product_loop', 'bits', 'NumbaOps', 'Layer', 'RMSNorm', 'VocabEmbedding', 'ColumnLinear', 'RowLinear',
            'LMHead']
 
@@ -198,7 +198,7 @@ def _or_nothing(fn):
         with contextlib.suppress(Exception): return fn(*args)
     return tried
 
-# %% ../nbs/05_layers.ipynb #bb6f46cb
+# %% ../nbs/05_layers.ipynb #13eb7cd9
 if numba:
     import llvmlite.binding
     from llvmlite import ir
@@ -245,7 +245,7 @@ if numba:
 
     thread_number, num_threads = (types.ExternalFunction(name, types.int32()) for name in ("omp_get_thread_num", "omp_get_num_threads"))
     barrier = types.ExternalFunction("GOMP_barrier", types.void())
-else: _pointer = _from_bits = prefetch = numbers = call = None
+else: _pointer = _from_bits = prefetch = numbers = call = multiply = None
 
 # %% ../nbs/05_layers.ipynb #91735c90
 f32 = np.float32
@@ -305,7 +305,14 @@ def team(): # A function of an address: of a number of calls, and behind it the 
     start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint], None
     return lambda calls: start(member.address, calls, torch.get_num_threads(), 0)
 
-# %% ../nbs/05_layers.ipynb #ea130071
+# %% ../nbs/05_layers.ipynb #5f21a285
+def on_line(
+    num_bytes:int
+)->np.ndarray: # Of bytes
+    "Memory that begins where a cache line of 64 bytes does, as loops that read 16 numbers at once expect of panels"
+    block = np.empty(num_bytes + 64, np.uint8)
+    return block[-block.ctypes.data % 64:][:num_bytes]
+
 class Memory:
     "Blocks for results: used again when no tensor refers to them, and never given up"
     def __init__(self): self.free = collections.defaultdict(list) # bytes, a power of two -> blocks
@@ -314,7 +321,7 @@ class Memory:
         "A float32 tensor on a block of ours"
         num_bytes = 4 * math.prod(shape)
         blocks = self.free[1 << (num_bytes - 1).bit_length()]
-        block = blocks.pop() if blocks else np.empty(1 << (num_bytes - 1).bit_length(), np.uint8)
+        block = blocks.pop() if blocks else on_line(1 << (num_bytes - 1).bit_length())
         array = block[:num_bytes].view(np.float32).reshape(shape)
         weakref.finalize(array, blocks.append, block).atexit = False
         return torch.from_numpy(array) # every tensor that shares its memory keeps `array` alive
@@ -457,16 +464,15 @@ if numba:
             return ctx.get_dummy_value()
         return types.void(*[types.int64] * 9), build
 
-# %% ../nbs/05_layers.ipynb #5ffa1b83
+# %% ../nbs/05_layers.ipynb #fe56d380
 def panels_of(
     weight:torch.Tensor # [outs, size] float32
 )->torch.Tensor: # [outs / 32, size, 32] from a 64-byte boundary on; outputs that are missing from the last panel are 0
     "The weight in the order in which `product_loop` reads it"
     outs, size = weight.shape
-    num, memory = -(-outs // WIDE), torch.empty(-(-outs // WIDE) * WIDE * size + 16)
-    first = -memory.data_ptr() % 64 // 4
-    panels = memory[first:first + num * WIDE * size].view(num, size, WIDE)
-    whole = outs // WIDE
+    num, whole = -(-outs // WIDE), outs // WIDE
+    panels = torch.empty(num, size, WIDE)
+    if panels.data_ptr() % 64: panels = torch.from_numpy(on_line(4 * panels.numel()).view(np.float32)).view(panels.shape) # PyTorch's begin there, as a rule
     panels[:whole].copy_(weight[:whole * WIDE].view(whole, WIDE, size).transpose(1, 2))
     if whole < num: panels[whole].zero_()[:, :outs - whole * WIDE] = weight[whole * WIDE:].T
     return panels
