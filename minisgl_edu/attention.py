@@ -306,7 +306,7 @@ def extend_loops(
     for fn in (lay_out, attend): fn.__qualname__ = code_name(fn.__name__, num_qo, num_kv, dim)
     return TeamLoop(lay_out), TeamLoop(attend)
 
-# %% ../nbs/08_attention.ipynb #6c13ff0f
+# %% ../nbs/08_attention.ipynb #2878a167
 class NumbaAttention(TorchAttention):
     "Paged attention on a CPU in float32, by loops that read the pages in place"
     recordable = True # a decode step asks PyTorch for nothing
@@ -315,9 +315,9 @@ class NumbaAttention(TorchAttention):
         super().__init__(config, pool, page_table)
         if not can_loop(pool.kv.device, pool.kv.dtype): raise ValueError(f"NumbaAttention needs Numba, a CPU and float32, got {pool.kv.dtype} on {pool.kv.device}")
         self.plan = np.zeros((len(page_table), 3), np.int64) # row, length and token of each that decodes; always in the same place
-        if config is not None: self._loop(pool.kv.shape[3] * config.num_qo_heads // config.num_kv_heads).code # translated now
-
-    def _loop(self, num_qo): return decode_loop(num_qo, *self.pool.kv.shape[3:])
+        if config is not None: # translated now, not at the first request
+            heads = pool.kv.shape[3] * config.num_qo_heads // config.num_kv_heads, *pool.kv.shape[3:]
+            for loop in (decode_loop(*heads), *extend_loops(*heads)): loop.code
 
     def prepare(self, ctx:ForwardContext)->None:
         "Once a step: from which row of the table each request reads, how far, and which tokens of the step are its own"
@@ -347,7 +347,7 @@ class NumbaAttention(TorchAttention):
             self._extend_one(q[own], k[own], v[own], layer_id, row, cached, length, out[own])
         if not num: return out
         parts = k.shape[1] if num < 2 * torch.get_num_threads() else 1
-        self._loop(q.shape[1])(q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), self.pool.k[layer_id].data_ptr(), self.pool.kv.shape[1],
+        decode_loop(q.shape[1], *self.pool.kv.shape[3:])(q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), self.pool.k[layer_id].data_ptr(), self.pool.kv.shape[1],
             self.page_table.data_ptr(), self.page_table.stride(0), self.plan.ctypes.data, num, parts, out.data_ptr())
         return out
 

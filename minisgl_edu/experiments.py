@@ -521,7 +521,7 @@ class OpCounter(TorchDispatchMode):
             self.bytes += sum(t.nbytes for t in flat([list(args), out]))
         return out
 
-# %% ../nbs/05_layers.ipynb #3600c2a5
+# %% ../nbs/05_layers.ipynb #76498963
 def small_operations(num_tokens, device="cpu", dtype=torch.float32):
     "The small operations of one layer of the default model, both ways, ready to be called"
     from functools import partial
@@ -542,7 +542,7 @@ def small_operations(num_tokens, device="cpu", dtype=torch.float32):
     def fewer_passes(ops):
         for _ in range(2): ops.add_rms_norm(x, residual, weight, 1e-5)
         ops.rope(q, k, rows), ops.silu_mul(gate_up)
-    loops = {"NumbaOps": partial(fewer_passes, NumbaOps(TorchOps()))} if can_loop(device, dtype) and num_tokens <= NumbaOps.most_tokens else {}
+    loops = {"NumbaOps": partial(fewer_passes, NumbaOps())} if can_loop(device, dtype) else {}
     return {"one by one": one_by_one, "TorchOps": partial(fewer_passes, TorchOps()), **loops}
 
 # %% ../nbs/05_layers.ipynb #285a86fe
@@ -986,13 +986,15 @@ def llama_shape(layers, hidden, inner, heads, kv_heads, head_dim, vocab, tied):
 # Of Llama-3-8B and of Qwen3-0.6B
 SHAPES = {"8B": llama_shape(32, 4096, 14336, 32, 8, 128, 128256, False), "0.6B": llama_shape(28, 1024, 3072, 16, 8, 128, 151936, True)}
 
-# %% ../nbs/12_graphs.ipynb #22eb5dfd
+# %% ../nbs/12_graphs.ipynb #4a802865
 def decode_setup(model, device, num_rows, length, seed=0):
     "A backend of `model` over a pool of its own, one page of `length` tokens a request; its page table; and decode steps of `n` requests"
     import torch
+    from minisgl_edu.layers import NumbaOps
     from minisgl_edu.core import ForwardContext
     from minisgl_edu.kvcache import KVPool, create_page_table
     if torch.device(device).type == "cuda": from minisgl_edu.kernels import TritonAttention as Backend
+    elif isinstance(model.ops, NumbaOps): from minisgl_edu.attention import NumbaAttention as Backend
     else: from minisgl_edu.attention import TorchAttention as Backend
     c, dtype = model.config, next(model.parameters()).dtype
     pool, table = KVPool(c.num_layers, num_rows, length, c.num_kv_heads, c.head_dim, device, dtype), create_page_table(num_rows + 1, length, device)
@@ -1039,34 +1041,37 @@ def time_decode(model, device, batches, length, repeats, seed=0):
     stream.close()
     return rows
 
-# %% ../nbs/12_graphs.ipynb #6a4db253
-@experiment("12_graphs", title="What launching costs in a decode step", units={"eager_ms": "ms", "replay_ms": "ms", "launch_ms": "ms", "roofline_ms": "ms"})
+# %% ../nbs/12_graphs.ipynb #a0ce2175
+@experiment("12_graphs", title="What launching costs in a decode step", units={"torch_ms": "ms", "eager_ms": "ms", "replay_ms": "ms", "launch_ms": "ms", "roofline_ms": "ms"})
 def graphs(device="cpu", quick=False, seed=0):
     "Decode steps of random models, eager and replayed: by width on the CPU (batch 1), by batch size on CUDA"
     import torch
     from minisgl_edu.checkpoint import ModelConfig, dummy_weights
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
-    from minisgl_edu.layers import TorchOps
+    from minisgl_edu.layers import NumbaOps, TorchOps, can_loop
     from minisgl_edu.models import create_model
     cuda = torch.device(device).type == "cuda"
     dtype, length = (torch.bfloat16, 1024) if cuda else (torch.float32, 64)
     if cuda: from minisgl_edu.kernels import TritonOps as Arithmetic
-    else: Arithmetic = TorchOps
+    else: Arithmetic = NumbaOps if can_loop(device, dtype) else TorchOps
     widths = (64, 256) if quick else (64, 128, 256, 512, 1024)
     if cuda: shapes = {name: SHAPES[name] for name in (("0.6B",) if quick else ("0.6B", "8B"))}
     else: shapes = {f"{w} wide": llama_shape(8, w, 3 * w, w // 32, w // 64, 32, 1024, True) for w in widths}
     batches = (1, 8, 64) if cuda and quick else (1, 2, 4, 8, 16, 32, 64, 128, 256) if cuda else (1,)
     ceilings, rows = measure_ceilings(device, dtype, quick), []
     for name, raw in shapes.items():
-        config = ModelConfig.from_dict(raw)
-        model = create_model(config, Arithmetic())
-        dummy_weights(model, device, dtype, seed)
-        for row in time_decode(model, device, batches, length, 3 if quick else 20 if cuda else 50, seed):
-            ops = 11 * config.num_layers + 12 if cuda else row["ops"] # Triton's launches are not PyTorch's operations: from the chapter's list
+        config, runs = ModelConfig.from_dict(raw), {}
+        for ops in (Arithmetic,) if cuda else (Arithmetic, TorchOps):
+            model = create_model(config, ops())
+            dummy_weights(model, device, dtype, seed)
+            runs[ops] = time_decode(model, device, batches, length, 3 if quick else 20 if cuda else 50, seed)
+            del model
+        for i, row in enumerate(runs[Arithmetic]):
+            if not cuda: row |= {f"torch{end}_ms": runs[TorchOps][i][f"eager{end}_ms"] for end in ("", "_low", "_high")} | dict(ops=runs[TorchOps][i]["ops"])
+            ops = 11 * config.num_layers + 11 if cuda else row["ops"] # Triton's launches are not PyTorch's operations: from the chapter's list
             roof = roofline_ms(step_costs(config, [(length - 1, length)] * row["batch"], dtype), ceilings)
             rows.append(dict(model=name, width=config.hidden_size, length=length, **row | dict(ops=ops), launch_us=ceilings.launch_us,
                              launch_ms=ops * ceilings.launch_us / 1e3, roofline_ms=roof))
-        del model
     return rows
 
 # %% ../nbs/13_engine.ipynb #5fcb62bc
@@ -1753,7 +1758,7 @@ def refined_ms(costs, rows, ceilings, rates, num_ops):
     products = sum(c.bytes for c in costs if c.name not in ("embedding", "pointwise", "attention")) / product_gb_s / 1e6
     return float(products), attention, rest
 
-# %% ../nbs/26_benchmark.ipynb #be42cabb
+# %% ../nbs/26_benchmark.ipynb #f9c9089e
 def decode_at(eng, batch, context):
     "A decode step of `batch` requests that hold `context` tokens each, their pages dealt out in turns, ready to be called"
     from minisgl_edu.core import Batch, Req, SamplingParams
@@ -1774,25 +1779,23 @@ def step_times(device="cpu", quick=False, seed=0):
     from minisgl_edu.checkpoint import default_model, ModelConfig
     from minisgl_edu.device import kv_bytes_per_token, measure_ceilings, memory_free, roofline_ms, step_costs, time_once
     from minisgl_edu.engine import Engine, EngineConfig
-    from minisgl_edu.layers import NumbaOps, PackedOps, TorchOps, can_pack
     if device != "cpu": return [dict(skipped="the error table is about the CPU; chapters 12 and 13 measure this device", step_ms=None, roofline_ms=None, refined_ms=None)]
     dtype, config = torch.float32, ModelConfig.from_dir(default_model())
     room = memory_free(device) // 4 // kv_bytes_per_token(config, dtype)  # tokens of KV in a quarter of the free memory
     grid = [(b, n) for b in ((1, 8) if quick else (1, 2, 8, 32)) for n in ((128,) if quick else (128, 512, 2048)) if b * n <= max(room, 128)]
     eng = Engine(EngineConfig(device=device, dtype="float32", num_pages=max(b * n for b, n in grid) // 16, max_running_requests=32, max_seq_len=max(n for _, n in grid)))
     eng.stream.submit(eng.pool.kv.fill_, 0.5).synchronize()  # memory that nobody wrote is not there yet
-    steps, ceilings, rounds, ops = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), [], PackedOps() if can_pack(device, dtype) else TorchOps()
+    steps, ceilings, rounds, ops = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), []
     counter = OpCounter()
     def count():
         with counter: steps[grid[0]][1]()
-    eng.stream.submit(count).synchronize()
-    num_ops = len(counter.names) + 6 * config.num_layers * isinstance(eng.model.head.ops, NumbaOps)  # loops are started too, but not counted
     for step, _ in steps.values(): step()
+    eng.stream.submit(count).synchronize()
+    num_ops, kind = len(counter.names), type(eng.model.ops)  # what PyTorch starts: a tape is started as a whole
     for _ in range(1 if quick else 5):
         rates = {}
-        eng.stream.submit(lambda: rates.update(skinny_rates(device, dtype, quick, ops, type(eng.backend)))).synchronize()
+        eng.stream.submit(lambda: rates.update(skinny_rates(device, dtype, quick, kind(), type(eng.backend)))).synchronize()
         rounds.append((rates, {case: [time_once(step, device) for _ in range(2)] for case, (step, _) in steps.items()}))
-        if hasattr(ops, "_packed"): ops._packed.clear()
     eng.close()
     rates, rows = {k: statistics.median(r[k] for r, _ in rounds) for k in rounds[0][0]}, []
     for batch, context in grid:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 # %% auto #0
 __all__ = ['graph_sizes', 'can_record', 'largest_captured', 'Tape', 'GraphRunner']
 
-# %% ../nbs/12_graphs.ipynb #c394b67b
+# %% ../nbs/12_graphs.ipynb #e2f72293
 from .core import AttentionBackend, ForwardContext
-from .layers import CALL, recording, team
+from .layers import call_list, recording, walk
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def largest_captured(
         return 0
     return min(asked or 256, max_running)
 
-# %% ../nbs/12_graphs.ipynb #fc39cb91
+# %% ../nbs/12_graphs.ipynb #8f5a9a21
 class _OnlyViews(TorchDispatchMode):
     "PyTorch may give memory another shape, and do nothing else"
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -72,14 +72,13 @@ class Tape:
         try:
             with _OnlyViews(): result = step()
         finally: recording.tape = None
-        numbers = [n for call in self.calls for n in (*call, *[0] * (CALL - len(call)))]
-        self.list = (ctypes.c_int64 * (1 + len(numbers)))(len(self.calls), *numbers)
+        self.list = call_list(*self.calls)
         block = (ctypes.c_float * result.numel()).from_address(result.data_ptr()) # without holding on to it
         self.result = torch.frombuffer(block, dtype=torch.float32).view(result.shape)
 
     def play(self)->torch.Tensor: # Good until this thread runs another step
         "Run the step again, on what the inputs hold now"
-        team()(ctypes.addressof(self.list))
+        walk(self.list)
         return self.result
 
 # %% ../nbs/12_graphs.ipynb #7594f5bc
