@@ -249,7 +249,7 @@ def decode_loop(
     decode.__qualname__ = code_name("decode", num_qo, num_kv, dim)
     return TeamLoop(decode)
 
-# %% ../nbs/08_attention.ipynb #92f30c98
+# %% ../nbs/08_attention.ipynb #931c62b3
 @functools.lru_cache
 def extend_loops(
     num_qo:int, # Query heads
@@ -257,22 +257,22 @@ def extend_loops(
     dim:int     # Features of a head
 )->tuple[TeamLoop, TeamLoop]: # The first lays a request's keys and values out in panels, the second attends to them
     "The loops of one request that computes several tokens"
-    wide, scale = -(-dim // WIDE), np.float32(dim ** -0.5)
+    pieces, scale = -(-dim // WIDE), np.float32(dim ** -0.5)
     def lay_out(me, members, given):
         pool, num_slots, slots, new_keys, new_values, kv_stride, cached, length, keys, values = numbers(given, 10)
         blocks, kv = -(-length // WIDE), numba.carray(_pointer(pool), (num_slots, 2, num_kv, dim), np.float32)
         slots = numba.carray(_pointer(slots), (length,), np.int32)
         keys = numba.carray(_pointer(keys), (num_kv, blocks, dim, WIDE), np.float32)
-        values = numba.carray(_pointer(values), (num_kv, wide, blocks * WIDE, WIDE), np.float32)
+        values = numba.carray(_pointer(values), (num_kv, pieces, blocks * WIDE, WIDE), np.float32)
         for item in range(me, num_kv * blocks, members):
             g, block = item // blocks, item % blocks
-            values[g, wide - 1, block * WIDE:(block + 1) * WIDE] = 0 # features that are missing from the last panel
+            values[g, pieces - 1, block * WIDE:(block + 1) * WIDE] = 0 # features that are missing from the last panel
             if (block + 1) * WIDE > length: keys[g, block] = 0; values[g, :, block * WIDE:(block + 1) * WIDE] = 0
             for i in range(block * WIDE, min((block + 1) * WIDE, length)):
                 key, value = kv[slots[i], 0, g], kv[slots[i], 1, g]
                 if i >= cached:
                     k, v = rows_at(new_keys + 4 * (i - cached) * kv_stride, num_kv, dim)[g], rows_at(new_values + 4 * (i - cached) * kv_stride, num_kv, dim)[g]
-                    for c in range(dim): key[c], value[c] = k[c], v[c]
+                    for c in range(dim): key[c], value[c] = k[c], v[c] # a new one: into its page, too
                 for c in range(dim): keys[g, block, c, i - block * WIDE], values[g, c // WIDE, i, c % WIDE] = key[c], value[c]
     def attend(me, members, given):
         queries, q_stride, keys, values, cached, num, answers = numbers(given, 7)
@@ -285,7 +285,7 @@ def extend_loops(
             seen = cached + first + rows # by the last row
             for block in range(-(-seen // WIDE)):
                 panel = keys + (group * blocks + block) * key_bytes
-                multiply(rows, queries + 4 * (first * q_stride + head * dim), 4 * q_stride, panel, scores.ctypes.data + 4 * block * WIDE, row_bytes, dim, panel + key_bytes, 4 * WIDE)
+                multiply(rows, queries + 4 * (first * q_stride + head * dim), 4 * q_stride, panel, scores.ctypes.data + 4 * block * WIDE, row_bytes, dim, panel + key_bytes, 2 * WIDE) # asks for the first half of the next
             for r in range(rows):
                 mine, highest, added, line = seen - rows + r + 1, np.float32(-np.inf), np.float32(0), scores[r]
                 lanes[:] = -np.inf
@@ -298,17 +298,17 @@ def extend_loops(
                     line[i] = weight
                     added += weight
                 line[mine:seen], total[r] = 0, added
-            for half in range(wide):
-                panel = values + (group * wide + half) * value_bytes
-                multiply(rows, scores.ctypes.data, row_bytes, panel, part.ctypes.data, 4 * WIDE, seen, panel, 4 * WIDE)
+            for piece in range(pieces):
+                panel = values + (group * pieces + piece) * value_bytes
+                multiply(rows, scores.ctypes.data, row_bytes, panel, part.ctypes.data, 4 * WIDE, seen, panel, 0) # nothing to ask for
                 for r in range(rows):
-                    for c in range(min(WIDE, dim - half * WIDE)): out[first + r, head * dim + half * WIDE + c] = part[r, c] / total[r]
+                    for c in range(min(WIDE, dim - piece * WIDE)): out[first + r, head * dim + piece * WIDE + c] = part[r, c] / total[r]
     for fn in (lay_out, attend): fn.__qualname__ = code_name(fn.__name__, num_qo, num_kv, dim)
     return TeamLoop(lay_out), TeamLoop(attend)
 
-# %% ../nbs/08_attention.ipynb #2878a167
+# %% ../nbs/08_attention.ipynb #e5745733
 class NumbaAttention(TorchAttention):
-    "Paged attention on a CPU in float32, by loops that read the pages in place"
+    "Paged attention on a CPU in float32 by loops: single tokens read the pages in place, prompts lay them out in panels first"
     recordable = True # a decode step asks PyTorch for nothing
 
     def __init__(self, config, pool:KVPool, page_table:torch.Tensor):

@@ -57,7 +57,7 @@ def _one_of(
     fault = f"={value!r} does not exist" if known else f" cannot be {value.__name__ if isinstance(value, type) else f'an instance of {type(value).__name__}'}"
     raise ValueError(f"{name}{fault}; use one of {', '.join(map(repr, allowed))}{own and f', or {own}'}")
 
-# %% ../nbs/13_engine.ipynb #68b386c1
+# %% ../nbs/13_engine.ipynb #72425fe6
 @dataclass
 class EngineConfig:
     "What an engine needs to know before it loads anything; checked when made"
@@ -77,7 +77,7 @@ class EngineConfig:
     admission: str = "reserve"         # A request starts when its whole output fits; "optimistic": when its prompt does, and the youngest is pushed back when pages run out
     disable_overlap: bool|None = None  # True: schedule, wait, process; False: schedule while the device works; None: overlap on a GPU only
     extra_sync: bool = False           # For debugging: overlap, but wait for every step as soon as it is launched
-    cuda_graph_max_bs: int|None = None # Largest decode batch replayed as a graph, up to `max_running_requests`; 0: none; None: up to 256 where steps can be recorded
+    cuda_graph_max_bs: int|None = None # Largest decode batch replayed as a graph, or on a CPU as a tape, up to `max_running_requests`; 0: none; None: up to 256 where steps can be recorded
     dummy_weights: bool = False        # Random weights: for speed, not for text
     seed: int = 0                      # Of the random weights
 

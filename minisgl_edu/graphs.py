@@ -53,7 +53,7 @@ def largest_captured(
         return 0
     return min(asked or 256, max_running)
 
-# %% ../nbs/12_graphs.ipynb #8f5a9a21
+# %% ../nbs/12_graphs.ipynb #5065aa89
 class _OnlyViews(TorchDispatchMode):
     "PyTorch may give memory another shape, and do nothing else"
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -73,7 +73,7 @@ class Tape:
             with _OnlyViews(): result = step()
         finally: recording.tape = None
         self.list = call_list(*self.calls)
-        block = (ctypes.c_float * result.numel()).from_address(result.data_ptr()) # without holding on to it
+        block = (ctypes.c_float * result.numel()).from_address(result.data_ptr()) # not held: the block may serve others between two plays, and the tapes of other sizes
         self.result = torch.frombuffer(block, dtype=torch.float32).view(result.shape)
 
     def play(self)->torch.Tensor: # Good until this thread runs another step

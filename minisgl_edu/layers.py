@@ -17,8 +17,8 @@ __all__ = ['f32', 'CALL', 'recording', 'WIDE', 'TOKENS', 'MOST_ROWS', 'default_i
            'attention_factor', 'rope_inv_freq', 'rope_table', 'rope_rows', 'can_group', 'TorchOps', 'can_pack',
            'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'team', 'on_line', 'Memory',
            'empty', 'call_list', 'walk', 'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop', 'embedding_loop',
-           'rope_rows_loop', 'panels_of', 'product_loop', 'bits', 'NumbaOps', 'Layer', 'RMSNorm', 'VocabEmbedding',
-           'ColumnLinear', 'RowLinear', 'LMHead']
+           'rope_rows_loop', 'panels_loop', 'panels_of', 'product_loop', 'bits', 'NumbaOps', 'Layer', 'RMSNorm',
+           'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
 
 # %% ../nbs/05_layers.ipynb #3c94ea96
 from .core import Ops
@@ -359,7 +359,7 @@ class TeamLoop:
         walk(call_list(call))
         if recording.tape is not None: recording.tape.calls.append(call)
 
-# %% ../nbs/05_layers.ipynb #528bf78e
+# %% ../nbs/05_layers.ipynb #995d8694
 @TeamLoop
 def norm_loop(me, members, given):
     "`[num, size]` and a weight `[size]`; `residual` 0: nothing to add, else it becomes the sum"
@@ -377,12 +377,17 @@ def norm_loop(me, members, given):
 
 @TeamLoop
 def rope_loop(me, members, given):
-    "Turns `[num, heads, dim]` in place; rows of `cos_sin` as `rope_rows` makes them"
-    x, stride, cos_sin, num, heads, dim = numbers(given, 6)
+    "Turns `[num, heads, dim]` in place; rows of `cos_sin` as `rope_rows` makes them; with a `weight [dim]`, each head is normed first"
+    x, stride, cos_sin, num, heads, dim, weight, eps = numbers(given, 8)
     for t in range(me, num, members):
         pairs, turns = rows_at(x + 4 * t * stride, 2 * heads, dim // 2), rows_at(cos_sin + 8 * t * dim, 4, dim // 2)
         for h in range(heads):
             low, high = pairs[2 * h], pairs[2 * h + 1]
+            if weight:
+                w, squares = rows_at(weight, 2, dim // 2), f32(0)
+                for i in range(dim // 2): squares += low[i] * low[i] + high[i] * high[i]
+                scale = f32(1) / np.sqrt(squares / f32(dim) + _from_bits(np.int32(eps)))
+                for i in range(dim // 2): low[i], high[i] = low[i] * scale * w[0, i], high[i] * scale * w[1, i]
             for i in range(dim // 2):
                 a, b = low[i], high[i]
                 low[i] = a * turns[0, i] + b * turns[2, i]
@@ -471,17 +476,24 @@ if numba:
             return ctx.get_dummy_value()
         return types.void(*[types.int64] * 9), build
 
-# %% ../nbs/05_layers.ipynb #fe56d380
+# %% ../nbs/05_layers.ipynb #2707549c
+@TeamLoop
+def panels_loop(me, members, given):
+    "From `[outs, size]` to `[outs / 32, size, 32]`; outputs that are missing from the last panel are 0"
+    weight, panels, outs, size = numbers(given, 4)
+    weight, panels = rows_at(weight, outs, size), rows_at(panels, -(-outs // WIDE) * size, WIDE)
+    for p in range(me, -(-outs // WIDE), members):
+        for i in range(size):
+            for c in range(WIDE): panels[p * size + i, c] = weight[p * WIDE + c, i] if p * WIDE + c < outs else f32(0)
+
 def panels_of(
-    weight:torch.Tensor # [outs, size] float32
-)->torch.Tensor: # [outs / 32, size, 32] from a 64-byte boundary on; outputs that are missing from the last panel are 0
+    weight:torch.Tensor # [outs, size] float32, contiguous
+)->torch.Tensor: # [outs / 32, size, 32] from a cache line's beginning on
     "The weight in the order in which `product_loop` reads it"
-    outs, size = weight.shape
-    num, whole = -(-outs // WIDE), outs // WIDE
+    (outs, size), num = weight.shape, -(-len(weight) // WIDE)
     panels = torch.empty(num, size, WIDE)
     if panels.data_ptr() % 64: panels = torch.from_numpy(on_line(4 * panels.numel()).view(np.float32)).view(panels.shape) # PyTorch's begin there, as a rule
-    panels[:whole].copy_(weight[:whole * WIDE].view(whole, WIDE, size).transpose(1, 2))
-    if whole < num: panels[whole].zero_()[:, :outs - whole * WIDE] = weight[whole * WIDE:].T
+    walk(call_list((panels_loop.code.address, weight.data_ptr(), panels.data_ptr(), outs, size))) # once, so on no tape
     return panels
 
 @TeamLoop
@@ -507,14 +519,15 @@ def product_loop(me, members, given):
                     line = rows_at(into + 4 * t * outs, 1, width)[0]
                     for c in range(width): line[c] = (line[c] if width == WIDE else spare[t, c]) + (rows_at(bias, 1, outs)[0, p * WIDE + c] if bias else f32(0))
 
-# %% ../nbs/05_layers.ipynb #1afe2245
+# %% ../nbs/05_layers.ipynb #b68684e5
 @functools.lru_cache
 def bits(x:float)->int: return int(f32(x).view(np.int32)) # of a float32
 
 class NumbaOps(TorchOps):
     "`Ops` for a CPU and float32, each a `TeamLoop`; `rope` and the residual's sum are written in place, and weights must not change after their first use"
     def __init__(self, products:TorchOps|None=None): # Who multiplies; None: `product_loop`
-        self._panels, self.recordable = {}, products is None # id(weight) -> (weight, its panels), as in `PackedOps`
+        self._panels = {} # id(weight) -> (weight, its panels), as in `PackedOps`
+        self.recordable = products is None # may a step of these go on a tape (chapter 12)?
         if products: self.linear, self.grouped_linear = products.linear, products.grouped_linear
 
     def _fit(self, *tensors): return all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
@@ -553,8 +566,8 @@ class NumbaOps(TorchOps):
     def rope(self, q, k, cos_sin, q_weight=None, k_weight=None, eps=1e-6):
         dense = all(t.stride()[1:] == (t.shape[2], 1) for t in (q, k)) # the rows of tokens may lie apart, their heads may not
         if not dense or not self._fit(cos_sin): return super().rope(q, k, cos_sin, q_weight, k_weight, eps)
-        if q_weight is not None: q, k = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
-        for x in (q, k): rope_loop(x.data_ptr(), x.stride(0), cos_sin.data_ptr(), *x.shape)
+        for x, w in ((q, q_weight), (k, k_weight)):
+            rope_loop(x.data_ptr(), x.stride(0), cos_sin.data_ptr(), *x.shape, 0 if w is None else w.data_ptr(), bits(eps))
         return q, k
 
     def silu_mul(self, gate_up):
