@@ -1,6 +1,6 @@
 """JupyterLab in a real browser, as a reader has it: open the index, restart and run all of three chapters, see the plots;
 and what a notebook has started stops when its kernel does."""
-import base64, json, os, shutil, signal, socket, subprocess, sys, time, urllib.request
+import base64, json, os, re, shutil, signal, socket, subprocess, sys, threading, time, urllib.error, urllib.request
 from pathlib import Path
 
 import pytest
@@ -101,6 +101,33 @@ def run_all(page, folder, name, seconds=240):
         except json.JSONDecodeError: pass  # half saved
         page.wait_for_timeout(500)
     raise AssertionError(f"{name} is not saved; kernel, prompts, dialogs: {seen(page)}")
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_lab_prints_the_address_of_the_index(tmp_path):
+    "Where no browser opens by itself, the printed address must lead to the book, not to an empty launcher"
+    (tmp_path / "ready").touch()  # this test's interpreter stands for the environment
+    root, env = NBS.parent, {**os.environ, **{f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}}
+    with socket.socket() as s: s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+    command = ["make", "lab", f"BIN={os.path.relpath(Path(sys.executable).parent, root)}", f"READY={tmp_path / 'ready'}",
+               f"ARGS=--no-browser --port={port} --ip=127.0.0.1 --IdentityProvider.token="]
+    process = subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    watchdog = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
+    try:
+        said, address = [], None
+        while address is None and (line := process.stdout.readline()):
+            said.append(line)
+            address = re.search(r"http://127\.0\.0\.1:\d+/\S*", line)
+        assert address and re.search(r":\d+/lab/tree/index\.ipynb$", address[0]), "".join(said)
+        for _ in range(100):  # it listens a moment later
+            try: assert urllib.request.urlopen(address[0], timeout=60).status == 200; break
+            except urllib.error.URLError: time.sleep(0.2)
+        else: raise AssertionError(f"nobody answers at {address[0]}")
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
+        watchdog.cancel()
 
 
 @browser_only
