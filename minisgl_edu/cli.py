@@ -233,7 +233,7 @@ def shell(
             if not chat.take(line): break
     return 0
 
-# %% ../nbs/27_cli.ipynb #fde298bd
+# %% ../nbs/27_cli.ipynb #19616860
 def build_parser()->argparse.ArgumentParser:
     "All commands and their flags"
     top = argparse.ArgumentParser(prog="minisgl-edu", description="An LLM inference engine you can read.", allow_abbrev=False, epilog="minisgl-edu COMMAND --help lists a command's flags.")
@@ -242,7 +242,7 @@ def build_parser()->argparse.ArgumentParser:
     def command(name, fn, words="[FLAGS]", groups=(), ours=(), **kw):
         p = sub.add_parser(name, help=fn.__doc__, description=fn.__doc__, usage=f"{top.prog} {name} {words}", allow_abbrev=False, formatter_class=partial(Help, ours=ours), **kw)
         for title, flags in dict(groups).items(): add_flags(p.add_argument_group(title), flags)
-        p.set_defaults(run=fn)
+        p.set_defaults(run=fn, parser=p)
         return p
     one_by_one = dict(groups={"sampling": SAMPLING_FLAGS, "engine": ENGINE_FLAGS}, ours=OURS | ALONE)
     command("serve", serve, groups={"server": SERVER_FLAGS, "engine": ENGINE_FLAGS})
@@ -271,7 +271,7 @@ def experiments(
     from minisgl_edu.experiments import main as run
     return run(args.rest)
 
-# %% ../nbs/27_cli.ipynb #f758c186
+# %% ../nbs/27_cli.ipynb #50cc52c5
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
 )->int: # Exit code: 0 fine, 1 refused or failed, 2 a wrong command line
@@ -279,7 +279,8 @@ def main(
     own_process, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     hands_over = argv[:1] in (["bench"], ["experiments"])
     try:
-        args = build_parser().parse_args(argv[:1] if hands_over else argv)
+        args, unknown = build_parser().parse_known_args(argv[:1] if hands_over else argv)
+        if unknown: args.parser.error(f"unrecognized arguments: {' '.join(unknown)}; minisgl-edu {args.command} --help lists what it takes")
         args.rest = argv[1:] if hands_over else []
         return args.run(args)
     except KeyboardInterrupt: return 130

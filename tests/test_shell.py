@@ -98,6 +98,14 @@ def test_the_command_line_alone_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("command, words", [("serve", "--prot 8"), ("shell", "--top_k 4"), ("generate", "hi --top_k"), ("fetch", "it"), ("bench", "--fast"), ("experiments", "--fast")])
+def test_an_unknown_flag_shows_the_usage_of_its_command(command, words, capsys):
+    with pytest.raises(SystemExit) as e: main([command, *words.split()])
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and said.startswith(f"usage: minisgl-edu {command} [")
+    assert f"minisgl-edu {command}: error: unrecognized arguments: {words.removeprefix('hi ')}" in said
+
+
 def test_a_bad_flag_ends_the_shell_at_once(model_dir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     assert main(["shell", "--model", str(model_dir), "--top-p", "7", *FLAGS[:2]]) == 1
