@@ -62,7 +62,7 @@ SERVER_FLAGS = [
     Flag("watchdog_seconds", ("--watchdog-seconds",), float, "a worker that has work and stands still for this long is given up; must be longer than one layer of a chunk takes"),
 ]
 
-# %% ../nbs/27_cli.ipynb #98707e89
+# %% ../nbs/27_cli.ipynb #16c9737c
 class Help(argparse.HelpFormatter):
     "Tells the defaults, and loads the classes that know them only when somebody asks"
     def __init__(self, prog, ours=(), **kw):
@@ -85,10 +85,11 @@ def add_flags(
     parser,          # Or a group of its flags
     flags:list[Flag]
 ):
-    "Add flags that leave nothing behind unless they are given"
+    "Add flags that leave nothing behind unless they are given; of several that set one field, a command line may have one"
+    homes = {f.field: parser.add_mutually_exclusive_group() for f in flags}
     for f in flags:
         kind = {"action": "store_const", "const": f.value} if f.type is None else {"type": f.type, "metavar": f.names[0].split("-")[-1].upper()}
-        parser.add_argument(*f.names, dest=f.field, default=argparse.SUPPRESS, help=f.help, **kind)
+        homes[f.field].add_argument(*f.names, dest=f.field, default=argparse.SUPPRESS, help=f.help, **kind)
 
 def given(
     args:argparse.Namespace,

@@ -3,7 +3,7 @@ import fcntl, io, os, pty, re, select, struct, subprocess, sys, termios, time
 
 import pytest
 
-from minisgl_edu.cli import Conversation, main, read_lines
+from minisgl_edu.cli import ENGINE_FLAGS, Conversation, build_parser, given, main, read_lines
 
 FLAGS = ["--max-seq-len", "512", "--max-tokens", "24"]
 
@@ -104,6 +104,19 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(command, words, capsys):
     said = capsys.readouterr().err
     assert e.value.code == 2 and said.startswith(f"usage: minisgl-edu {command} [")
     assert f"minisgl-edu {command}: error: unrecognized arguments: {words.removeprefix('hi ')}" in said
+
+
+@pytest.mark.parametrize("words", [("--disable-overlap", "--enable-overlap"), ("--enable-overlap", "--page-size", "4", "--disable-overlap")])
+def test_flags_that_contradict_each_other_are_refused_together(words, capsys):
+    with pytest.raises(SystemExit) as e: main(["serve", *words])
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and f"argument {words[-1]}: not allowed with argument {words[0]}" in said
+
+
+def test_the_last_of_two_equal_flags_counts():
+    args = build_parser().parse_args("serve --disable-overlap --disable-overlap --page-size 4 --page-size 8".split())
+    assert given(args, ENGINE_FLAGS) == {"disable_overlap": True, "page_size": 8}
+    assert given(build_parser().parse_args(["shell", "--enable-overlap"]), ENGINE_FLAGS) == {"disable_overlap": False}
 
 
 def test_a_bad_flag_ends_the_shell_at_once(model_dir, monkeypatch, capsys):
