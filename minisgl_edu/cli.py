@@ -202,7 +202,7 @@ class Conversation:
         self.sampling[name] = new
         return f"{name} {new}"
 
-# %% ../nbs/27_cli.ipynb #194b8921
+# %% ../nbs/27_cli.ipynb #8d796971
 def read_lines(
     interactive:bool # A terminal: with a prompt, history and completion; otherwise line by line from stdin
 ): # Yields one line at a time; ends at the end of the input
@@ -210,11 +210,12 @@ def read_lines(
     if not interactive: yield from (line.rstrip("\n") for line in sys.stdin); return
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory
-    from minisgl_edu.checkpoint import cache_dir
-    cache_dir().mkdir(parents=True, exist_ok=True)
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from minisgl_edu.checkpoint import cache_dir, writable_dir
+    try: history = FileHistory(str(writable_dir(cache_dir()) / "shell_history"))
+    except OSError: history = InMemoryHistory()  # a chat with a model from elsewhere needs no cache
     starts = [*Conversation.COMMANDS, *(f"/set {f.field} " for f in SAMPLING_FLAGS)]
-    session = PromptSession(history=FileHistory(str(cache_dir() / "shell_history")), completer=WordCompleter(starts, sentence=True))
+    session = PromptSession(history=history, completer=WordCompleter(starts, sentence=True))
     while True:
         try: yield session.prompt("> ")
         except KeyboardInterrupt: continue  # the line is thrown away

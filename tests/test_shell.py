@@ -139,6 +139,20 @@ def test_typed_lines_have_history_and_completion(home):
     assert "+hello" in (home / "shell_history").read_text()
 
 
+def test_where_nothing_can_be_written_the_history_lasts_as_long_as_the_shell(tmp_path, monkeypatch):
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "file"))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        lines = read_lines(True)
+        keys.send_text("hello\r");     assert next(lines) == "hello"
+        keys.send_text("\x1b[A\r");    assert next(lines) == "hello"
+        keys.send_text("\x04")
+        assert list(lines) == []
+
+
 def test_what_completion_offers(home, monkeypatch):
     from prompt_toolkit.completion import CompleteEvent
     from prompt_toolkit.document import Document
