@@ -166,6 +166,7 @@ def test_a_bad_message_is_pointed_at(messages, said):
 
 
 @pytest.mark.parametrize("kind, fields", [(PromptBody, {"prompt": [1] * 1000 + ["a"]}), (PromptBody, {"prompt": ["a"] * 1000 + [1]}), (PromptBody, {"prompt": [["a"]] * 1000}), (PromptBody, {"prompt": [[1]] * 1000 + [["a"] * 1000]}),
+    (PromptBody, {"prompt": ["a"] * 100 + [1]}), (PromptBody, {"prompt": [["a"]] * 100}), (PromptBody, {"prompt": [[1]] * 100 + [["a"] * 1000]}),
     (ChatBody, {"messages": [5] * 1000}), (Body, {"stop": [5] * 1000}), (Body, {"logit_bias": {str(i): "x" for i in range(1000)}}), (Body, {"stream_options": {str(i): 1 for i in range(1000)}})],
     ids=lambda x: list(x)[-1] if isinstance(x, dict) else x.__name__)
 def test_a_thousand_faults_are_not_collected(kind, fields):
@@ -174,6 +175,16 @@ def test_a_thousand_faults_are_not_collected(kind, fields):
     except RequestError: pass  # ours, at the first fault
     except ValidationError as e: assert len(e.errors()) <= 4  # one for each type that would do
     else: pytest.fail("accepted")
+
+
+@pytest.mark.parametrize("path", [TEXT, GEN])
+@pytest.mark.parametrize("item", ["a", [1], [], ["a"]], ids=str)
+def test_too_many_prompts_are_counted_and_not_looked_at(path, item):
+    with pytest.raises(ValidationError, match="300000 prompts"): PromptBody(prompt=[item] * 300_000)  # also where the first item is wrong
+    engine = Engine()
+    r = engine.post(path, prompt=[item] * 129)
+    assert (r.status_code, r.json()["error"]["param"], r.json()["error"]["message"]) == (400, "prompt", "129 prompts ask for as many choices; one request may have 128")
+    assert not engine.sent
 
 
 def test_other_http_errors_have_the_same_shape():
