@@ -234,7 +234,7 @@ class PageSource(CheckedCache):
         strongest = np.pad(codes, (0, -self.num_pages % per)).reshape(-1, per).max(1)
         return np.frombuffer(b".csu", dtype=np.uint8)[strongest].tobytes().decode()
 
-# %% ../nbs/14_resources.ipynb #85065777
+# %% ../nbs/14_resources.ipynb #217bda6e
 class CacheManager(PageSource):
     "Every page is in one place: free, in the prefix cache, owned by one request, or parting from one"
     def __init__(self,
@@ -289,13 +289,15 @@ class CacheManager(PageSource):
         num_tokens = min(req.cached_len, max(req.prompt_len, len(req.input_ids) - 1))
         # A failed step leaves KV unwritten: nothing of it may be kept.
         whole = 0 if req.finish_reason == "error" else num_tokens // self.page_size
-        back = self.owned(req)
-        if whole * self.page_size > req.shared_len:
-            shared = req.shared_len // self.page_size
-            back = self.insert(req.input_ids[:whole * self.page_size], req.pages[:whole], shared) + req.pages[whole:]
-        self.allocator.free(back)
-        self.unlock(req.handle)
-        req.pages, req.handle, req.shared_len = [], None, 0
+        back, handle = self.owned(req), req.handle
+        try:
+            if whole * self.page_size > req.shared_len:
+                back = req.pages[whole:]  # where `insert` fails: what it was offered it may have taken, so nobody else gets it
+                back = self.insert(req.input_ids[:whole * self.page_size], req.pages[:whole], req.shared_len // self.page_size) + back
+        finally:
+            req.pages, req.handle, req.shared_len = [], None, 0
+            self.allocator.free(back)
+            self.unlock(handle)
 
     def kept(self,
         live_reqs:Iterable[Req] # All requests that hold pages

@@ -236,6 +236,24 @@ def test_a_cache_that_lies_is_named(kind, words):
         cache.allocate(cache.allocator.num_free + 2)
 
 
+@pytest.mark.parametrize("method, lost", [("insert", [2, 3]), ("unlock", [])])
+def test_where_the_cache_fails_a_request_still_lets_go(method, lost):
+    "What the cache was offered it may have taken, before it failed: those pages go to nobody else. All others return, and the lock"
+    table, cache = table_of(4, 32, 4), CacheManager(8, 4, PageChainCache(8, 4))
+    a = request(0, list(range(8))); admit(a, table, cache); finish(a, table, cache)
+    b = request(1, list(range(18))); admit(b, table, cache)  # finds pages 0 and 1; its own are 2, 3 and a part of 4
+    assert b.pages == [0, 1, 2, 3, 4] and cache.prefix_cache.protected_pages == 2
+    real = getattr(cache.prefix_cache, method)
+    def fail(*args): real(*args); raise ZeroDivisionError
+    setattr(cache.prefix_cache, method, fail)
+    with pytest.raises(ZeroDivisionError): finish(b, table, cache)
+    assert (b.pages, b.handle, b.shared_len, cache.prefix_cache.protected_pages) == ([], None, 0, 0)
+    assert set(cache.allocator.free_pages) == ({4, 5, 6, 7}) and cache.in_cache == {0, 1, 2, 3} - set(lost)
+    setattr(cache.prefix_cache, method, real)
+    c = request(2, list(range(40, 56))); admit(c, table, cache)
+    assert set(c.pages) == {4, 5, 6, 7}
+
+
 def test_a_cache_that_does_not_find_what_it_took_is_named():
     "A live request would go on owning pages that the cache may give up"
     class Shortsighted(PageChainCache):

@@ -458,6 +458,34 @@ def test_an_error_in_the_forward_ends_its_batch_only(make_scheduler):
         assert run(s) == {9: solo}
 
 
+@pytest.mark.parametrize("Kind", [Scheduler, OverlapScheduler])
+@pytest.mark.parametrize("method", ["insert", "unlock"])
+def test_a_cache_that_fails_while_a_request_leaves_is_asked_once(make_scheduler, Kind, method):
+    "The failure comes out of that step; the others that leave with it lose nothing, and later requests run"
+    solo = [alone(make_scheduler, prompt_of(6, uid), greedy(7)) for uid in range(3)]
+    s = make_scheduler(cache=PageChainCache)
+    s = Kind(s.engine)
+    for uid in range(3): s.add(uid, prompt_of(6, uid), greedy(7))
+    real, calls = s.cache.release, []
+    def release(req):
+        calls.append(req.uid)
+        broken = getattr(s.cache.prefix_cache, method)
+        def fail(*args): raise ZeroDivisionError(method)
+        if req.uid == 1: setattr(s.cache.prefix_cache, method, fail)
+        try: real(req)
+        finally: setattr(s.cache.prefix_cache, method, broken)
+    s.cache.release, out = release, {}
+    with pytest.raises(ZeroDivisionError, match=method):
+        while True:
+            for e in s.step(): out.setdefault(e.uid, []).append(e.token_id)
+    while s.has_work:
+        for e in s.step(): out.setdefault(e.uid, []).append(e.token_id)
+    assert sorted(calls) == [0, 1, 2] and s.ledger.leaving == [] and s.table.num_free == s.engine.dummy_row
+    assert [out[uid] for uid in range(3)] == [tokens for tokens, _ in solo]
+    s.add(3, prompt_of(6, 2), greedy(7))
+    assert run(s, check=False)[3] == solo[2]
+
+
 def test_a_scheduler_that_cannot_go_on_says_so(make_scheduler):
     s = make_scheduler()
     pages = s.cache.allocate(64)  # somebody else's
