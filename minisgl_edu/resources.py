@@ -234,7 +234,7 @@ class PageSource(CheckedCache):
         strongest = np.pad(codes, (0, -self.num_pages % per)).reshape(-1, per).max(1)
         return np.frombuffer(b".csu", dtype=np.uint8)[strongest].tobytes().decode()
 
-# %% ../nbs/14_resources.ipynb #217bda6e
+# %% ../nbs/14_resources.ipynb #466b0075
 class CacheManager(PageSource):
     "Every page is in one place: free, in the prefix cache, owned by one request, or parting from one"
     def __init__(self,
@@ -289,11 +289,9 @@ class CacheManager(PageSource):
         num_tokens = min(req.cached_len, max(req.prompt_len, len(req.input_ids) - 1))
         # A failed step leaves KV unwritten: nothing of it may be kept.
         whole = 0 if req.finish_reason == "error" else num_tokens // self.page_size
-        back, handle = self.owned(req), req.handle
-        try:
-            if whole * self.page_size > req.shared_len:
-                back = req.pages[whole:]  # where `insert` fails: what it was offered it may have taken, so nobody else gets it
-                back = self.insert(req.input_ids[:whole * self.page_size], req.pages[:whole], req.shared_len // self.page_size) + back
+        shared, handle = req.shared_len // self.page_size, req.handle
+        back = req.pages[max(whole, shared):]  # also where `insert` fails: what it was offered it may have taken, so nobody else gets it
+        try: back = (self.insert(req.input_ids[:whole * self.page_size], req.pages[:whole], shared) if whole > shared else []) + back
         finally:
             req.pages, req.handle, req.shared_len = [], None, 0
             self.allocator.free(back)
