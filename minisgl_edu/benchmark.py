@@ -210,7 +210,7 @@ def load_transformers(
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype).to(device).eval()
 
-# %% ../nbs/26_benchmark.ipynb #f8a207a0
+# %% ../nbs/26_benchmark.ipynb #d1a6072a
 @contextmanager
 def plain_settings():
     "Processes that start inside find PyTorch without this package's settings"
@@ -230,7 +230,8 @@ class OwnProcess:
         from multiprocessing import get_context
         with plain_settings():
             self.device, self.pool = device, ProcessPoolExecutor(1, get_context("spawn"))
-            self.call(os.getpid) # it starts here
+            try: self.call(os.getpid) # it starts here
+            except BaseException: self.pool.shutdown(cancel_futures=True); raise
     def call(self, fn, *args):
         from concurrent.futures.process import BrokenProcessPool
         try: return self.pool.submit(fn, *args).result()
@@ -353,7 +354,7 @@ def table(
         lines.append(f"{r['workload']:28} {r['peer']:26} {r['tokens_per_s']:9.1f} {r['low']:7.1f}..{r['high']:<6.1f} {ratio:>8} {share:>12} {more}")
     return "\n".join(lines)
 
-# %% ../nbs/26_benchmark.ipynb #7a283e49
+# %% ../nbs/26_benchmark.ipynb #efe9b175
 class Session(NamedTuple):
     "A client: it arrives, and says one thing after another, each when the last was answered"
     at: float                     # Seconds after the start
@@ -400,7 +401,9 @@ def load_trace(
             if not 0 <= s.at < float("inf"): raise ValueError(f"session {i} arrives at {s.at}")
             if not s.turns or any(n < 1 for _, n in s.turns): raise ValueError(f"session {i} needs turns with answers of at least one token")
         return trace
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as e: raise ValueError(f"{path} is not a trace: {type(e).__name__}: {e}") from None
+    except OSError as e: raise ValueError(f"{path} is not a trace: {e.strerror}") from None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
+        raise ValueError(f'{path} is not a trace, a JSON list of {{"at": seconds, "turns": [[text, tokens], ...]}}: {type(e).__name__}: {e}') from None
 
 # %% ../nbs/26_benchmark.ipynb #fa8c564a
 async def stream_answer(

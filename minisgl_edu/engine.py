@@ -155,7 +155,7 @@ def plan_pool(
         raise ValueError(f"the KV pool cannot hold two tokens: {budget:,} bytes for pages of {one:,} bytes ({size} tokens each)")
     return PoolPlan(num_pages, one, min(wanted, num_pages * size), wanted)
 
-# %% ../nbs/13_engine.ipynb #cb82af23
+# %% ../nbs/13_engine.ipynb #ec99cc23
 def pick_parts(
     name,                # `attention_backend`: "auto", "torch", "numba", "triton" or a class
     device:torch.device, # Where the engine runs
@@ -170,6 +170,8 @@ def pick_parts(
         except ModuleNotFoundError as e: raise ValueError(f"attention_backend='triton' needs the package {e.name}, which has Linux wheels only") from None
         return TritonOps(), TritonAttention
     products, loops = PackedOps() if spare and can_pack(device, dtype) else TorchOps(), can_loop(device, dtype)
+    if name == "auto" and device.type == "cpu" and dtype == torch.float32 and not loops:
+        _log.warning("numba is missing or switched off: PyTorch does it all, at half the speed (pip install numba)")
     cores = openmp() or torch.get_num_threads() == 1 # else a product of ours would have one core, and PyTorch's has several
     if name == "numba" and not loops:
         lacks = "it is not installed" if not find_spec("numba") else f"this is {dtype} on {device}"

@@ -38,7 +38,18 @@ def test_what_is_not_a_trace_is_refused(tmp_path, content, why):
 
 
 def test_a_missing_trace_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="FileNotFoundError"): B.load_trace(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="none.json is not a trace: No such file"): B.load_trace(tmp_path / "none.json")
+
+
+def test_a_process_whose_first_call_fails_is_not_left_behind(monkeypatch):
+    import multiprocessing, os
+    before = set(multiprocessing.active_children())
+    call, pools = B.OwnProcess.call, []
+    def fail(self, fn, *args): pools.append(self.pool); call(self, fn, *args); raise RuntimeError("no start")
+    monkeypatch.setattr(B.OwnProcess, "call", fail)
+    with pytest.raises(RuntimeError, match="no start"): B.OwnProcess()
+    assert set(multiprocessing.active_children()) == before
+    with pytest.raises(RuntimeError, match="after shutdown"): pools[0].submit(os.getpid)
 
 
 @pytest.mark.parametrize("args", [dict(num_sessions=0, rate=1), dict(num_sessions=1, rate=0), dict(num_sessions=1, rate=float("nan")), dict(num_sessions=1, rate=1, num_turns=0)])

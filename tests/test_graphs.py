@@ -349,6 +349,29 @@ def test_a_tape_refuses_what_it_would_miss(what, name):
     assert len(tape.calls) == 1 and torch.allclose(tape.play(), torch.ones(2, 2))
 
 @taped
+@pytest.mark.parametrize("family", [dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3"), dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
+                                    dict(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, vocab_size=131, head_dim=20)], ids=lambda f: f["architectures"][0])
+def test_every_family_without_experts_fits_on_a_tape(tmp_path, tiny_config, family):
+    "Norms of single heads, biases, a head of its own, ragged panels: the tokens of the eager engine with PyTorch's operations"
+    from minisgl_edu.checkpoint import save_random_model
+    save_random_model(tmp_path, tiny_config | family, seed=1)
+    runs = {}
+    for name, kw in dict(torch=dict(attention_backend="torch"), eager=dict(cuda_graph_max_bs=0), tape={}).items():
+        engine = float_engine(tmp_path, **kw)
+        runs[name] = tokens_of(engine, WORK, late=WORK[::-1])[0]
+        assert bool(engine.graphs) == (name == "tape") and (name != "tape" or engine.graphs.taped and max(engine.graphs.replayed) > 3)
+        engine.close()
+    assert runs["tape"] == runs["eager"] == runs["torch"]
+
+@taped
+def test_experts_get_no_tape(tmp_path, tiny_config):
+    from minisgl_edu.checkpoint import save_random_model
+    save_random_model(tmp_path, tiny_config | dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True), seed=1)
+    engine = float_engine(tmp_path)
+    assert engine.graphs is None and len(tokens_of(engine, WORK)[0]) == len(WORK)
+    engine.close()
+
+@taped
 def test_memory_of_tapes_goes_round_and_never_away():
     memory = Memory()
     a, b = memory.empty((10, 10)), memory.empty((10, 10))
