@@ -1758,7 +1758,7 @@ def refined_ms(costs, rows, ceilings, rates, num_ops):
     products = sum(c.bytes for c in costs if c.name not in ("embedding", "pointwise", "attention")) / product_gb_s / 1e6
     return float(products), attention, rest
 
-# %% ../nbs/26_benchmark.ipynb #f9c9089e
+# %% ../nbs/26_benchmark.ipynb #52530509
 def decode_at(eng, batch, context):
     "A decode step of `batch` requests that hold `context` tokens each, their pages dealt out in turns, ready to be called"
     from minisgl_edu.core import Batch, Req, SamplingParams
@@ -1785,7 +1785,7 @@ def step_times(device="cpu", quick=False, seed=0):
     grid = [(b, n) for b in ((1, 8) if quick else (1, 2, 8, 32)) for n in ((128,) if quick else (128, 512, 2048)) if b * n <= max(room, 128)]
     eng = Engine(EngineConfig(device=device, dtype="float32", num_pages=max(b * n for b, n in grid) // 16, max_running_requests=32, max_seq_len=max(n for _, n in grid)))
     eng.stream.submit(eng.pool.kv.fill_, 0.5).synchronize()  # memory that nobody wrote is not there yet
-    steps, ceilings, rounds, ops = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), []
+    steps, ceilings, rounds = {case: decode_at(eng, *case) for case in grid}, measure_ceilings(device, dtype, quick), []
     counter = OpCounter()
     def count():
         with counter: steps[grid[0]][1]()
