@@ -198,7 +198,7 @@ def _or_nothing(fn):
         with contextlib.suppress(Exception): return fn(*args)
     return tried
 
-# %% ../nbs/05_layers.ipynb #13eb7cd9
+# %% ../nbs/05_layers.ipynb #952dea9a
 if numba:
     import llvmlite.binding
     from llvmlite import ir
@@ -243,8 +243,21 @@ if numba:
             return ctx.get_dummy_value()
         return types.void(types.int64, types.int64, types.int64), build
 
-    thread_number, num_threads = (types.ExternalFunction(name, types.int32()) for name in ("omp_get_thread_num", "omp_get_num_threads"))
-    barrier = types.ExternalFunction("GOMP_barrier", types.void())
+    @intrinsic
+    def arrive(context, address):
+        "Count one more at a barrier, and say how many have come; what was done before is seen by whoever sees the count"
+        def build(ctx, builder, signature, args):
+            return builder.add(builder.atomic_rmw("add", builder.inttoptr(args[0], ir.IntType(64).as_pointer()), ir.IntType(64)(1), "seq_cst"), ir.IntType(64)(1))
+        return types.int64(types.int64), build
+
+    @intrinsic
+    def arrived(context, address):
+        "How many have come to a barrier"
+        def build(ctx, builder, signature, args):
+            return builder.load_atomic(builder.inttoptr(args[0], ir.IntType(64).as_pointer()), "seq_cst", 8)
+        return types.int64(types.int64), build
+
+    thread_number, num_threads, others_first = (types.ExternalFunction(name, types.int32()) for name in ("omp_get_thread_num", "omp_get_num_threads", "sched_yield"))
 else: _pointer = _from_bits = prefetch = numbers = call = multiply = None
 
 # %% ../nbs/05_layers.ipynb #91735c90
@@ -273,7 +286,7 @@ def openmp(): # The library, or None
         try: return ctypes.CDLL(str(name), mode=os.RTLD_NOLOAD | os.RTLD_LAZY) # only what is loaded already
         except (OSError, AttributeError): pass
 
-# %% ../nbs/05_layers.ipynb #6c33c757
+# %% ../nbs/05_layers.ipynb #a5995b4f
 CALL = 16 # Numbers in a call: the address of a loop and what it takes; unused ones are 0
 
 def compiled(
@@ -285,21 +298,25 @@ def compiled(
     with contextlib.suppress(Exception): return numba.cfunc(kind, cache=fn.__module__ != "__main__", **options)(fn)
     return numba.cfunc(kind, **options)(fn) # where there is no place on disk, or something wrong with it
 
-def _walk_together(calls):
+def _walk_together(calls): # the number of calls, how many have come to barriers since the list was begun, and the calls
     me, members = thread_number(), num_threads()
     for i in range(numbers(calls, 1)[0]):
-        if i: barrier()
-        call(calls + 8 + 8 * CALL * i, me, members)
+        if i and arrive(calls + 8) < i * members:
+            looks = 0
+            while arrived(calls + 8) < i * members:
+                looks += 1
+                if looks > 4096: others_first()
+        call(calls + 16 + 8 * CALL * i, me, members)
 
 def _walk_alone(calls):
-    for i in range(numbers(calls, 1)[0]): call(calls + 8 + 8 * CALL * i, 0, 1)
+    for i in range(numbers(calls, 1)[0]): call(calls + 16 + 8 * CALL * i, 0, 1)
 
 @functools.lru_cache
-def team(): # A function of an address: of a number of calls, and behind it the calls
+def team(): # A function of the address of a `call_list`
     "Lets all threads that PyTorch uses walk a list of calls, and returns when they are through"
     library = openmp()
     if library is None: return compiled(_walk_alone, "void(int64)").ctypes
-    for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
+    for name in ("omp_get_thread_num", "omp_get_num_threads"):
         llvmlite.binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     member, start = compiled(_walk_together, "void(int64)"), library.GOMP_parallel
     start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint], None
@@ -337,13 +354,14 @@ def empty(
     if recording.tape is None and math.prod(shape) < 1 << 18: return torch.empty(shape, dtype=torch.float32)
     return recording.memory.empty(shape)
 
-# %% ../nbs/05_layers.ipynb #9ca26961
+# %% ../nbs/05_layers.ipynb #9ef74a3e
 def call_list(*calls): # Each the address of a loop and what it takes
     "Calls in a row, as the team walks them"
-    return (ctypes.c_int64 * (1 + CALL * len(calls)))(len(calls), *[n for call in calls for n in (*call, *[0] * (CALL - len(call)))])
+    return (ctypes.c_int64 * (2 + CALL * len(calls)))(len(calls), 0, *[n for call in calls for n in (*call, *[0] * (CALL - len(call)))])
 
 def walk(calls): # From `call_list`
     "Let the team walk a list, and return when all are through"
+    calls[1] = 0
     team()(ctypes.addressof(calls))
 
 class TeamLoop:
