@@ -1096,7 +1096,7 @@ def decoding_batch(engine, num, context):
     for r in batch.reqs: r.cached_len = context - 1
     return batch
 
-# %% ../nbs/13_engine.ipynb #1be850bd
+# %% ../nbs/13_engine.ipynb #e15c9113
 @experiment("13_engine", title="Decode speed by batch size", units={k: "ms" for k in ("step_ms", "low_ms", "high_ms", "linear_ms", "sdpa_ms", "roofline_ms")})
 def engine(device="cpu", quick=False, seed=0):
     "One decode step of a static batch, by batch size: the engine, its bare linear layers, attention over contiguous KV, and the roofline"
@@ -1104,6 +1104,7 @@ def engine(device="cpu", quick=False, seed=0):
     from minisgl_edu.device import measure_ceilings, roofline_ms, step_costs
     from minisgl_edu.engine import Engine, EngineConfig
     from minisgl_edu.experiments import SHAPES, decoding_batch, engine_model
+    from minisgl_edu.graphs import Tape
     cpu = torch.device(device).type == "cpu"
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32) if cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     model = engine_model(device, SHAPES["8B"])
@@ -1111,9 +1112,13 @@ def engine(device="cpu", quick=False, seed=0):
     c, ceilings = eng.model_config, measure_ceilings(device, eng.dtype, quick)
     tables = () if c.tie_embeddings else (eng.model.embedding.weight,) # a tied one is the head: one matrix, used once
     weights = [p for p in eng.model.parameters() if p.dim() == 2 and not any(p is t for t in tables)]
-    def linears(b):
-        xs = {n: torch.zeros(b, n, device=eng.device, dtype=eng.dtype) for n in {w.shape[1] for w in weights}}
-        for w in weights: eng.model.head.ops.linear(xs[w.shape[1]], w) # packed or not, as the engine does it
+    xs = {(b, n): torch.zeros(b, n, device=eng.device, dtype=eng.dtype) for b in sizes for n in {w.shape[1] for w in weights}}
+    def products(b):
+        for w in weights: y = eng.model.ops.linear(xs[b, w.shape[1]], w) # as the engine does it
+        return y
+    taped = eng.graphs and eng.graphs.taped
+    bare = {b: eng.stream.call(lambda: Tape(lambda: products(b)).play if taped else lambda: products(b)) for b in sizes} # and started as the engine starts them
+    def linears(b): bare[b]()
     kv = eng.stream.call(lambda: torch.zeros(c.num_layers, 2, sizes[-1], c.num_kv_heads, 256, c.head_dim, device=eng.device, dtype=eng.dtype)) # one thread for all parallel work
     def sdpa(b):
         q = torch.zeros(b, c.num_kv_heads, c.num_qo_heads // c.num_kv_heads, c.head_dim, device=eng.device, dtype=eng.dtype)
@@ -1127,7 +1132,7 @@ def engine(device="cpu", quick=False, seed=0):
             batch.step()  # warms up
             for _ in range(3 if quick else 6):
                 times[b, "step"].append(timed(batch.step))
-                for bare in (linears, sdpa): times[b, bare].append(timed(lambda: eng.stream.submit(bare, b).synchronize()))
+                for part in (linears, sdpa): times[b, part].append(timed(lambda: eng.stream.submit(part, b).synchronize()))
     eng.close()
     rows = []
     for b in sizes:

@@ -317,6 +317,18 @@ def test_a_tape_gives_the_tokens_of_the_eager_engine(tiny_model_dir, eager, kw):
     engine.close()
 
 @taped
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_a_tape_is_played_by_any_team(tiny_model_dir, eager, threads):
+    "Nobody passes a barrier early, and nobody waits there for ever, also with more threads than cores"
+    engine = float_engine(tiny_model_dir)
+    before = engine.stream.call(torch.get_num_threads)
+    engine.stream.call(torch.set_num_threads, threads)
+    try: assert tokens_of(engine, WORK, late=WORK[::-1])[0] == eager
+    finally:
+        engine.stream.call(torch.set_num_threads, before)
+        engine.close()
+
+@taped
 def test_scores_of_a_tape_are_those_of_the_eager_step_to_the_last_bit(tiny_model_dir):
     "Sizes recorded in any order, on one memory, and played in turns"
     engine, rng = float_engine(tiny_model_dir), torch.Generator().manual_seed(0)
