@@ -1728,21 +1728,25 @@ def online(device="cpu", quick=False, seed=0):
     if device != "cpu": return [{"skipped": "needs a web framework and the default model on this device's machine", "ttft_ms": None, "ms": None, "tokens_per_s": None}]
     return run_online(None, device, quick, seed)
 
-# %% ../nbs/26_benchmark.ipynb #5309ee9e
+# %% ../nbs/26_benchmark.ipynb #a6befe45
 def skinny_rates(device, dtype, quick, ops, backend):
     "GB/s of weights by number of rows, and of KV that attention reads: one round, at shapes that the default model does not have"
     import torch
     from minisgl_edu.core import ForwardContext
     from minisgl_edu.device import linear_cost, time_once
+    from minisgl_edu.graphs import Tape
     from minisgl_edu.kvcache import KVPool, create_page_table
     n, matrices, num = 768, 8 if quick else 228, 64 if quick else 1024  # as many bytes as the default model, twice: a cache for one is a cache for the other
     rates, weights = {}, torch.full((matrices, n, n), 0.01, device=device, dtype=dtype).unbind()
     for rows in (1, 4, 16, 64):
         x = torch.randn(rows, n, device=device, dtype=dtype)
         def products():
-            for w in weights: ops.linear(x, w)
-        products()  # packs the weights
-        rates[rows] = linear_cost("", rows, n, n, dtype.itemsize, matrices).bytes / time_once(products, device) / 1e6
+            for w in weights: y = ops.linear(x, w)
+            return y
+        products()  # lays out the weights
+        run = Tape(products).play if getattr(ops, "recordable", False) else products  # started as a step starts them
+        run()
+        rates[rows] = linear_cost("", rows, n, n, dtype.itemsize, matrices).bytes / time_once(run, device) / 1e6
     pool, table, rows = KVPool(1, 16 * num, 16, 4, 64, device, dtype), create_page_table(num, 256, device), torch.arange(num, device=device)
     pool.kv.fill_(1)
     table.copy_((torch.randperm(16 * num, device=device).view(num, 16, 1) * 16 + torch.arange(16, device=device)).flatten(1))

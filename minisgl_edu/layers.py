@@ -15,8 +15,8 @@ from torch import nn
 # %% auto #0
 __all__ = ['f32', 'CALL', 'recording', 'WIDE', 'TOKENS', 'MOST_ROWS', 'default_inv_freq', 'llama3_inv_freq', 'yarn_inv_freq',
            'attention_factor', 'rope_inv_freq', 'rope_table', 'rope_rows', 'can_group', 'TorchOps', 'can_pack',
-           'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'team', 'on_line', 'Memory',
-           'empty', 'call_list', 'walk', 'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop', 'embedding_loop',
+           'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'alone', 'team', 'on_line',
+           'Memory', 'empty', 'call_list', 'walk', 'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop', 'embedding_loop',
            'rope_rows_loop', 'panels_loop', 'panels_of', 'product_loop', 'bits', 'NumbaOps', 'Layer', 'RMSNorm',
            'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
 
@@ -286,7 +286,7 @@ def openmp(): # The library, or None
         try: return ctypes.CDLL(str(name), mode=os.RTLD_NOLOAD | os.RTLD_LAZY) # only what is loaded already
         except (OSError, AttributeError): pass
 
-# %% ../nbs/05_layers.ipynb #a5995b4f
+# %% ../nbs/05_layers.ipynb #36101437
 CALL = 16 # Numbers in a call: the address of a loop and what it takes; unused ones are 0
 
 def compiled(
@@ -312,10 +312,15 @@ def _walk_alone(calls):
     for i in range(numbers(calls, 1)[0]): call(calls + 16 + 8 * CALL * i, 0, 1)
 
 @functools.lru_cache
+def alone(): # A function of the address of a `call_list`
+    "Walks a list of calls on this thread"
+    return compiled(_walk_alone, "void(int64)").ctypes
+
+@functools.lru_cache
 def team(): # A function of the address of a `call_list`
     "Lets all threads that PyTorch uses walk a list of calls, and returns when they are through"
     library = openmp()
-    if library is None: return compiled(_walk_alone, "void(int64)").ctypes
+    if library is None: return alone()
     for name in ("omp_get_thread_num", "omp_get_num_threads"):
         llvmlite.binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     member, start = compiled(_walk_together, "void(int64)"), library.GOMP_parallel
@@ -354,15 +359,18 @@ def empty(
     if recording.tape is None and math.prod(shape) < 1 << 18: return torch.empty(shape, dtype=torch.float32)
     return recording.memory.empty(shape)
 
-# %% ../nbs/05_layers.ipynb #9ef74a3e
+# %% ../nbs/05_layers.ipynb #130cc624
 def call_list(*calls): # Each the address of a loop and what it takes
     "Calls in a row, as the team walks them"
     return (ctypes.c_int64 * (2 + CALL * len(calls)))(len(calls), 0, *[n for call in calls for n in (*call, *[0] * (CALL - len(call)))])
 
-def walk(calls): # From `call_list`
+def walk(
+    calls,           # From `call_list`
+    small:bool=False # Is it too little to wake the others for?
+):
     "Let the team walk a list, and return when all are through"
     calls[1] = 0
-    team()(ctypes.addressof(calls))
+    (alone if small else team)()(ctypes.addressof(calls))
 
 class TeamLoop:
     "A loop whose work a team shares"
@@ -371,10 +379,10 @@ class TeamLoop:
     @functools.cached_property
     def code(self): return compiled(self.fn, "void(int64, int64, int64)")
 
-    def __call__(self, *given):
+    def __call__(self, *given, work=math.inf): # Numbers that it reads, or about that
         "Run it now with these integers; on a tape, if one is running, note that it was"
         call = (self.code.address, *given)
-        walk(call_list(call))
+        walk(call_list(call), work < 1 << 14)
         if recording.tape is not None: recording.tape.calls.append(call)
 
 # %% ../nbs/05_layers.ipynb #995d8694
@@ -537,7 +545,7 @@ def product_loop(me, members, given):
                     line = rows_at(into + 4 * t * outs, 1, width)[0]
                     for c in range(width): line[c] = (line[c] if width == WIDE else spare[t, c]) + (rows_at(bias, 1, outs)[0, p * WIDE + c] if bias else f32(0))
 
-# %% ../nbs/05_layers.ipynb #b68684e5
+# %% ../nbs/05_layers.ipynb #bf6cc723
 @functools.lru_cache
 def bits(x:float)->int: return int(f32(x).view(np.int32)) # of a float32
 
@@ -572,27 +580,27 @@ class NumbaOps(TorchOps):
     def rms_norm(self, x, weight, eps):
         if not self._fit(x): return super().rms_norm(x, weight, eps)
         out, size = empty(*x.shape), x.shape[-1]
-        norm_loop(x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), x.numel() // size, size, bits(eps))
+        norm_loop(x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), x.numel() // size, size, bits(eps), work=x.numel())
         return out
 
     def add_rms_norm(self, x, residual, weight, eps):
         if not self._fit(x, residual): return super().add_rms_norm(x, residual, weight, eps)
         out = empty(*x.shape)
-        norm_loop(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, bits(eps))
+        norm_loop(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, bits(eps), work=x.numel())
         return out, residual
 
     def rope(self, q, k, cos_sin, q_weight=None, k_weight=None, eps=1e-6):
         dense = all(t.stride()[1:] == (t.shape[2], 1) for t in (q, k)) # the rows of tokens may lie apart, their heads may not
         if not dense or not self._fit(cos_sin): return super().rope(q, k, cos_sin, q_weight, k_weight, eps)
         for x, w in ((q, q_weight), (k, k_weight)):
-            rope_loop(x.data_ptr(), x.stride(0), cos_sin.data_ptr(), *x.shape, 0 if w is None else w.data_ptr(), bits(eps))
+            rope_loop(x.data_ptr(), x.stride(0), cos_sin.data_ptr(), *x.shape, 0 if w is None else w.data_ptr(), bits(eps), work=x.numel())
         return q, k
 
     def silu_mul(self, gate_up):
         if not self._fit(gate_up): return super().silu_mul(gate_up)
         num, size = gate_up.shape
         out = empty(num, size // 2)
-        gate_loop(gate_up.data_ptr(), out.data_ptr(), num, size // 2)
+        gate_loop(gate_up.data_ptr(), out.data_ptr(), num, size // 2, work=gate_up.numel())
         return out
 
 # %% ../nbs/05_layers.ipynb #207639aa
