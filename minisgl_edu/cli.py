@@ -23,7 +23,7 @@ class Flag(NamedTuple):
     help: str
     value: Any = True            # What a switch sets
 
-# %% ../nbs/27_cli.ipynb #9e7fd9db
+# %% ../nbs/27_cli.ipynb #89d2cd70
 ENGINE_FLAGS = [
     Flag("model", ("--model", "--model-path"), str, "directory or Hugging Face id; left out: SmolLM2-135M-Instruct, fetched once"),
     Flag("dtype", ("--dtype",), str, "float32, bfloat16, float16, float64, or auto: float32 on a CPU, else the checkpoint's"),
@@ -39,7 +39,7 @@ ENGINE_FLAGS = [
     Flag("cache", ("--cache", "--cache-type"), str, "prefix cache: radix (or auto) keeps what prompts begin with, naive keeps nothing"),
     Flag("policy", ("--policy",), str, "what runs next when both could: prefill-first, decode-first or mixed"),
     Flag("admission", ("--admission",), str, "when a request may start: when its whole output fits (reserve) or when its prompt does (optimistic)"),
-    Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs", "--graph"), int, "largest decode batch that is replayed as a CUDA graph, 0 for none; left out: up to 256 on a GPU"),
+    Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs", "--graph"), int, "largest decode batch that is replayed, as a CUDA graph or on a CPU as a tape; 0 for none; left out: up to 256"),
     Flag("disable_overlap", ("--disable-overlap",), None, "schedule, run, process, one after the other; so it is on a CPU unless told otherwise"),
     Flag("disable_overlap", ("--enable-overlap",), None, "schedule the next step while the device runs this one; so it is on a GPU unless told otherwise", False),
     Flag("extra_sync", ("--extra-sync",), None, "for debugging: overlap, but wait for each step when it is launched"),
