@@ -117,7 +117,9 @@ def test_pages_are_chained_and_every_link_leads_to_a_page(site):
     def chained(rel, html): return re.findall(rf'<a href="(\w+)\.html" rel="{rel}"', html)
     assert [set(chained("next", html)) for html in pages.values()] == [{"00_checks"}, {"10_radix"}, set()]
     assert [set(chained("prev", html)) for html in pages.values()] == [set(), {"index"}, {"00_checks"}]
+    assert len(re.findall(r'alt="Picture in the section [^"]+; the text says what it shows"', pages["10_radix"])) > 2
     for stem, html in pages.items():
+        assert "No description has been provided" not in html
         assert 'href="index.html"' in html and "<h1" in html and 'name="viewport"' in html
         for link, anchor in re.findall(r'href="(?!https?:|data:)([^"#]*)(#[^"]*)?"', html):
             assert not link or link.endswith(".html") and (NBS / f"{link[:-5]}.ipynb").exists(), f"{stem} links to {link}"

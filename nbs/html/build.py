@@ -31,6 +31,15 @@ def for_readers(notebook):
     return notebook
 
 
+def pictures(notebook):
+    "What to call each picture, for those who hear the page: it stands in a section"
+    section = ""
+    for c in notebook.cells:
+        if c.cell_type == "markdown": section = ([section] + re.findall(r"^#+ (.+)$", c.source, re.M))[-1]
+        for output in c.get("outputs", ()):
+            if any(kind.startswith("image/") for kind in output.get("data", {})): yield f"Picture in the section {section}; the text says what it shows"
+
+
 def build(out, stems):
     "Write one page for each notebook"
     exporter = HTMLExporter(template_name="book", extra_template_basedirs=[str(HERE)], exclude_input_prompt=True, exclude_output_prompt=True)
@@ -45,6 +54,8 @@ def build(out, stems):
         book = dict(pages=pages, previous=pages[i - 1] if i else None, next=pages[i + 1] if i + 1 < len(pages) else None,
                     math="$" in re.sub(r"```.*?```|`[^`]*`", "", prose(nb), flags=re.S), mermaid="```mermaid" in prose(nb))
         page, _ = exporter.from_notebook_node(nb, {"metadata": {"name": stem, "path": str(NBS)}, "book": book})
+        names = pictures(nb)
+        page = re.sub(r'alt="No description has been provided for this image"', lambda m: f'alt="{escape(next(names))}"', page)
         page = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', lambda m: f'href="{m[1]}.html{m[2] or ""}"', page)
         (out / f"{stem}.html").write_text(page, encoding="utf-8")
 
