@@ -306,10 +306,11 @@ def extend_loops(
     for fn in (lay_out, attend): fn.__qualname__ = code_name(fn.__name__, num_qo, num_kv, dim)
     return TeamLoop(lay_out), TeamLoop(attend)
 
-# %% ../nbs/08_attention.ipynb #e5745733
+# %% ../nbs/08_attention.ipynb #dae837d7
 class NumbaAttention(TorchAttention):
     "Paged attention on a CPU in float32 by loops: single tokens read the pages in place, prompts lay them out in panels first"
     recordable = True # a decode step asks PyTorch for nothing
+    def __init_subclass__(cls): cls.recordable = vars(cls).get("recordable", False) # whoever changes that says so again
 
     def __init__(self, config, pool:KVPool, page_table:torch.Tensor):
         super().__init__(config, pool, page_table)

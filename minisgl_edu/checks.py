@@ -88,7 +88,7 @@ def check_median(answer):
     answer(times)
     assert times == [2.0, 1.0], "your function changed the caller's list; sort a copy"
 
-# %% ../nbs/00_checks.ipynb #50fc8c42
+# %% ../nbs/00_checks.ipynb #86427f7f
 TINY_MODEL = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                   num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, rope_theta=10000.0, tie_word_embeddings=False)
 
@@ -107,6 +107,7 @@ def tiny_llm(
         llm = LLM(path, page_size=page_size, num_pages=num_pages, dummy_weights=True, **options)
     for p in llm.engine.model.parameters():
         if p.dim() > 1: p.data.mul_(20)
+    getattr(llm.engine.model.ops, "_panels", {}).clear() # laid out before they were multiplied
     return llm
 
 def tiny_answers(

@@ -53,7 +53,7 @@ def largest_captured(
         return 0
     return min(asked or 256, max_running)
 
-# %% ../nbs/12_graphs.ipynb #5065aa89
+# %% ../nbs/12_graphs.ipynb #9d1aa9b9
 class _OnlyViews(TorchDispatchMode):
     "PyTorch may give memory another shape, and do nothing else"
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -68,7 +68,7 @@ class Tape:
     def __init__(self,
         step:Callable[[], torch.Tensor] # Runs a step by `TeamLoop`s on tensors that stay; everything it needs exists by now
     ):
-        self.calls, self.memory, recording.tape = [], recording.memory, self # its blocks live as long as the tape
+        self.calls, self.memory, recording.tape = [], recording.taped, self # its blocks live as long as the tape
         try:
             with _OnlyViews(): result = step()
         finally: recording.tape = None

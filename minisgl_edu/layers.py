@@ -327,7 +327,7 @@ def team(): # A function of the address of a `call_list`
     start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint], None
     return lambda calls: start(member.address, calls, torch.get_num_threads(), 0)
 
-# %% ../nbs/05_layers.ipynb #5f21a285
+# %% ../nbs/05_layers.ipynb #4d553315
 def on_line(
     num_bytes:int
 )->np.ndarray: # Of bytes
@@ -349,15 +349,15 @@ class Memory:
         return torch.from_numpy(array) # every tensor that shares its memory keeps `array` alive
 
 class _Recording(threading.local):
-    def __init__(self): self.tape, self.memory = None, Memory()
-recording = _Recording() # of each thread: the tape that is running, if one is, and the memory for results
+    def __init__(self): self.tape, self.memory, self.taped = None, Memory(), Memory()
+recording = _Recording() # of each thread: the tape that is running, if one is; the memory for results, and the one that tapes write into
 
 def empty(
     *shape:int # Of a float32 tensor
 )->torch.Tensor:
     "Memory for a result: a block, unless it is small and need not stay where it is"
     if recording.tape is None and math.prod(shape) < 1 << 18: return torch.empty(shape, dtype=torch.float32)
-    return recording.memory.empty(shape)
+    return (recording.memory if recording.tape is None else recording.taped).empty(shape)
 
 # %% ../nbs/05_layers.ipynb #130cc624
 def call_list(*calls): # Each the address of a loop and what it takes
@@ -545,15 +545,15 @@ def product_loop(me, members, given):
                     line = rows_at(into + 4 * t * outs, 1, width)[0]
                     for c in range(width): line[c] = (line[c] if width == WIDE else spare[t, c]) + (rows_at(bias, 1, outs)[0, p * WIDE + c] if bias else f32(0))
 
-# %% ../nbs/05_layers.ipynb #bf6cc723
+# %% ../nbs/05_layers.ipynb #a06934a1
 @functools.lru_cache
 def bits(x:float)->int: return int(f32(x).view(np.int32)) # of a float32
 
 class NumbaOps(TorchOps):
-    "`Ops` for a CPU and float32, each a `TeamLoop`; `rope` and the residual's sum are written in place, and weights must not change after their first use"
+    "`Ops` for a CPU and float32, each a `TeamLoop`; `rope` and the residual's sum are written in place, and weights must not change after their first use: they have been laid out"
     def __init__(self, products:TorchOps|None=None): # Who multiplies; None: `product_loop`
         self._panels = {} # id(weight) -> (weight, its panels), as in `PackedOps`
-        self.recordable = products is None # may a step of these go on a tape (chapter 12)?
+        self.recordable = products is None and type(self) is NumbaOps # may a step of these go on a tape (chapter 12)? Who changes them says so again
         if products: self.linear, self.grouped_linear = products.linear, products.grouped_linear
 
     def _fit(self, *tensors): return all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
@@ -571,7 +571,7 @@ class NumbaOps(TorchOps):
         return out
 
     def linear(self, x, weight, bias=None):
-        if not self._fit(x, weight): return super().linear(x, weight, bias)
+        if not self._fit(x, weight) or x.shape[1:] != weight.shape[1:]: return super().linear(x, weight, bias)
         if id(weight) not in self._panels: self._panels[id(weight)] = weight, panels_of(weight.detach())
         out = empty(len(x), len(weight))
         product_loop(x.data_ptr(), self._panels[id(weight)][1].data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), *x.shape, len(weight))
@@ -584,7 +584,7 @@ class NumbaOps(TorchOps):
         return out
 
     def add_rms_norm(self, x, residual, weight, eps):
-        if not self._fit(x, residual): return super().add_rms_norm(x, residual, weight, eps)
+        if not self._fit(x, residual) or x.shape != residual.shape: return super().add_rms_norm(x, residual, weight, eps)
         out = empty(*x.shape)
         norm_loop(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, bits(eps), work=x.numel())
         return out, residual

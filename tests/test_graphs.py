@@ -3,16 +3,16 @@
 Before every replay the static tensors are poisoned, as if an unlucky step had left them: what is not filled anew shows."""
 import logging
 
-import pytest, torch
+import numpy as np, pytest, torch
 from torch.utils._pytree import tree_leaves
 
 from conftest import greedy
 from minisgl_edu import graphs
 from minisgl_edu.core import ForwardContext, SamplingParams
-from minisgl_edu.attention import TorchAttention
+from minisgl_edu.attention import NumbaAttention, TorchAttention
 from minisgl_edu.engine import Engine, EngineConfig
 from minisgl_edu.graphs import graph_sizes, largest_captured
-from minisgl_edu.layers import Memory, NumbaOps, can_loop, openmp, recording
+from minisgl_edu.layers import Memory, NumbaOps, TorchOps, can_loop, openmp, recording
 from minisgl_edu.overlap import OverlapScheduler
 from minisgl_edu.scheduler import Scheduler
 from plugins import LoopAttention
@@ -374,6 +374,45 @@ def test_every_family_without_experts_fits_on_a_tape(tmp_path, tiny_config, fami
         assert bool(engine.graphs) == (name == "tape") and (name != "tape" or engine.graphs.taped and max(engine.graphs.replayed) > 3)
         engine.close()
     assert runs["tape"] == runs["eager"] == runs["torch"]
+
+class Watched(NumbaAttention):
+    def forward(self, q, k, v, layer_id, ctx): return super().forward(q * 0.5, k, v, layer_id, ctx)
+
+class ByNumPy(NumbaAttention):
+    def forward(self, q, k, v, layer_id, ctx): return super().forward(torch.from_numpy(q.numpy() * np.float32(0.5)), k, v, layer_id, ctx)
+
+@taped
+def test_whoever_changes_our_parts_says_so_again(tiny_model_dir):
+    "PyTorch or NumPy in a subclass would be missing from a tape: its steps are eager, unless it promises"
+    runs = []
+    for kw in (dict(attention_backend=Watched), dict(attention_backend=ByNumPy), dict(attention_backend=Watched, cuda_graph_max_bs=0)):
+        engine = float_engine(tiny_model_dir, **kw)
+        assert engine.graphs is None
+        runs.append(tokens_of(engine, WORK)[0])
+        engine.close()
+    assert runs[0] == runs[1] == runs[2]
+    class Ours(NumbaOps): pass
+    class Promised(NumbaAttention): recordable = True
+    assert NumbaOps().recordable and not Ours().recordable and not NumbaOps(TorchOps()).recordable and Promised.recordable and not Watched.recordable
+
+@taped
+def test_what_a_caller_holds_is_not_written_over_by_a_tape():
+    "Large eager results and tapes do not share blocks"
+    ops, x, weight = NumbaOps(), torch.ones(600, 600), torch.ones(600)
+    tape = graphs.Tape(lambda: ops.rms_norm(x, weight, 1e-6))
+    held = ops.rms_norm(2 * x.cumsum(0), weight, 1e-6)
+    before = held.clone()
+    x.fill_(-3.0)
+    tape.play()
+    assert torch.equal(held, before)
+
+@taped
+def test_a_tiny_engine_is_the_same_model_in_float32():
+    from minisgl_edu.checks import tiny_llm
+    answers = []
+    for backend in ("torch", "auto"):
+        with tiny_llm(dtype="float32", attention_backend=backend) as llm: answers.append(llm.generate([[5, 9, 2], [7]], greedy(8))[0].token_ids)
+    assert answers[0] == answers[1]
 
 @taped
 def test_experts_get_no_tape(tmp_path, tiny_config):

@@ -340,6 +340,15 @@ def test_our_product_equals_the_plain_one_for_every_number_of_tokens(out, size):
     assert len(ops._panels) == 1, "laid out once"
 
 @loops
+def test_loops_leave_what_does_not_fit_to_torch():
+    "Wrong shapes raise as PyTorch's do, and are never read past their end"
+    ops, weight = looped(), rand(64, 32)
+    with pytest.raises(RuntimeError): ops.linear(rand(4, 10), weight)
+    torch.testing.assert_close(ops.linear(rand(2, 3, 32), weight), F.linear(rand(2, 3, 32), weight), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(ops.linear(rand(32), weight), F.linear(rand(32), weight), rtol=1e-5, atol=1e-4)
+    with pytest.raises(RuntimeError): ops.add_rms_norm(rand(4, 32), rand(3, 32), torch.ones(32), 1e-5)
+
+@loops
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_our_product_on_any_team(threads):
     "Panels are shared out without a gap, whatever the number of threads; with more of them than panels some have nothing to do"
