@@ -49,6 +49,7 @@ def page(browser, lab):
     context = browser.new_context(viewport={"width": 1300, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(120_000)
+    page.on("dialog", lambda dialog: dialog.accept())  # a page with unsaved cells may be left
     yield page
     context.close()
 
@@ -85,12 +86,16 @@ def wait_for(page, holds, seconds):
 def run_all(page, folder, name, seconds=240):
     """Restart the kernel, run all cells, save once; the saved notebook's code cells.
 
-    A reader whose cells do not start asks again: what JupyterLab sends while the restarted kernel is being connected can be lost."""
+    A reader whose cells do not start loads the page again: on a busy machine JupyterLab's server can take the restarted kernel's
+    connection for one of its older protocol, and then what the page sends is lost (it tries to unpack gigabytes and gives up)."""
     path = folder / f"{name}.ipynb"
-    for _ in range(3):
+    for _ in range(4):
         menu(page, "Kernel", "Restart Kernel and Run All Cells")
         page.click(".jp-Dialog .jp-mod-accept")
-        if wait_for(page, lambda _, prompts, __: any(p.strip("[]: ") for p in prompts), 40): break
+        if wait_for(page, lambda _, prompts, __: any(p.strip("[]: ").isdigit() for p in prompts), 60): break
+        page.goto(page.url)
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
     ended = wait_for(page, lambda status, prompts, _: status == "idle" and not any("*" in p for p in prompts), seconds)
     assert ended, f"{name} is not done after {seconds} s; kernel, prompts, dialogs: {seen(page)}"
     before = path.stat().st_mtime_ns
