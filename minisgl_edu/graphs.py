@@ -81,7 +81,7 @@ class Tape:
         walk(self.list)
         return self.result
 
-# %% ../nbs/12_graphs.ipynb #7594f5bc
+# %% ../nbs/12_graphs.ipynb #0c8fd3f1
 class GraphRunner:
     "Decode steps recorded once per batch size, and replayed with new contents in the same tensors"
     def __init__(self,
@@ -143,8 +143,8 @@ class GraphRunner:
         self.inputs[:, :n] = torch.stack((ctx.rows, ctx.input_ids, ctx.positions, ctx.out_loc))
         self.inputs[:, n:size] = self.dummy
         self.replayed[size] += 1
-        padded = self._context(size, ctx.cached_lens + [0] * (size - n), ctx.device_lens + [1] * (size - n))
+        if self.capturable: self.graphs[size](); return self.logits[:n]
+        padded = self._context(size, ctx.cached_lens + [0] * (size - n), ctx.device_lens + [1] * (size - n)) # CPU only
         if self.taped: return self._play(size, padded)[:n]
-        if self.capturable: self.graphs[size]()
-        else: self._step(padded) # CPU only
+        self._step(padded)
         return self.logits[:n]

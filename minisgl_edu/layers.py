@@ -170,7 +170,7 @@ class PackedOps(TorchOps):
             self._packed[id(weight)] = weight, torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), self.packed_for)
         return torch.ops.mkl._mkl_linear(x, self._packed[id(weight)][1], weight, bias, len(x))
 
-# %% ../nbs/05_layers.ipynb #ef3af5b3
+# %% ../nbs/05_layers.ipynb #c81895db
 try: import numba
 except ImportError: numba = None # then `can_loop` says so, and PyTorch does it all
 
@@ -184,21 +184,11 @@ def can_loop(
 def loop(
     fn # Numbers and arrays in, written so that every line of it could be C
 ):
-    "The function as machine code, translated when it is first called; outside of notebooks, where cells change, kept on disk where there is a place for it"
+    "The function as machine code, translated when it is first called, and part of whatever loop calls it"
     if numba is None or numba.config.DISABLE_JIT: return fn
-    compiled = numba.njit(fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True)(fn)
-    if fn.__module__ != "__main__":
-        with contextlib.suppress(RuntimeError): compiled.enable_caching() # no directory that can be written
-        for name in ("load_overload", "save_overload"): setattr(compiled._cache, name, _or_nothing(getattr(compiled._cache, name)))
-    return compiled
+    return numba.njit(fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True)(fn)
 
-def _or_nothing(fn):
-    "What goes wrong with a file kept for convenience (half written, disk full, folder gone) does not matter"
-    def tried(*args):
-        with contextlib.suppress(Exception): return fn(*args)
-    return tried
-
-# %% ../nbs/05_layers.ipynb #952dea9a
+# %% ../nbs/05_layers.ipynb #49c4ed70
 if numba:
     import llvmlite.binding
     from llvmlite import ir
@@ -213,14 +203,17 @@ if numba:
     def _from_bits(context, bits):
         return types.float32(types.int32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
 
+    def _ask(builder, address, how_near): # 3: into every cache, 2: not into the smallest
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        builder.call(numba.core.cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"),
+                     [builder.inttoptr(address, byte), flag(0), flag(how_near), flag(1)]) # for reading, data
+
     @intrinsic
     def prefetch(context, address):
         "Bring the cache line at an address nearer"
         def build(ctx, builder, signature, args):
-            byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-            builder.call(numba.core.cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"),
-                         [builder.inttoptr(args[0], byte), flag(0), flag(3), flag(1)]) # for reading, into every cache, data
+            _ask(builder, args[0], 3)
             return ctx.get_dummy_value()
         return types.void(types.intp), build
 
@@ -286,14 +279,14 @@ def openmp(): # The library, or None
         try: return ctypes.CDLL(str(name), mode=os.RTLD_NOLOAD | os.RTLD_LAZY) # only what is loaded already
         except (OSError, AttributeError): pass
 
-# %% ../nbs/05_layers.ipynb #36101437
+# %% ../nbs/05_layers.ipynb #c805f1d0
 CALL = 16 # Numbers in a call: the address of a loop and what it takes; unused ones are 0
 
 def compiled(
     fn,      # Takes 64-bit integers, gives nothing
     kind:str # Its type as Numba writes it, "void(int64)"
 ):
-    "The function as machine code that C can call, kept on disk as a `loop` is"
+    "The function as machine code that C can call; outside of notebooks, where cells change, kept on disk where there is a place for it"
     options = dict(fastmath={"reassoc", "contract"}, error_model="numpy")
     with contextlib.suppress(Exception): return numba.cfunc(kind, cache=fn.__module__ != "__main__", **options)(fn)
     return numba.cfunc(kind, **options)(fn) # where there is no place on disk, or something wrong with it
@@ -450,7 +443,7 @@ def rope_rows_loop(me, members, given):
             out[4 * t, i] = out[4 * t + 1, i] = row[0, i]
             out[4 * t + 2, i], out[4 * t + 3, i] = -row[1, i], row[1, i]
 
-# %% ../nbs/05_layers.ipynb #81a6d0e7
+# %% ../nbs/05_layers.ipynb #961b9660
 WIDE, TOKENS = 32, 96 # Outputs of a panel; tokens that are worked on together
 MOST_ROWS = 12 if numba and llvmlite.binding.get_host_cpu_features().get("avx512f") else 3 # What the registers hold: 32 of sixteen numbers, or 16 of eight
 
@@ -460,15 +453,13 @@ def _tile(builder, num_rows, lines, x, x_step, panel, out, out_step, size, soon,
     def at(address, *steps, kind=sixteen): # a place `steps` bytes further on
         for step in steps: address = builder.add(address, step)
         return builder.inttoptr(address, kind.as_pointer())
-    ask = numba.core.cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), i32, i32, i32]), "llvm.prefetch.p0")
     before, body, after = builder.block, builder.append_basic_block("feature"), builder.append_basic_block("store")
     builder.branch(body)
     builder.position_at_end(body)
     i = builder.phi(i64)
     sums = [[builder.phi(sixteen) for _ in range(WIDE // 16)] for _ in range(num_rows)]
     weights = [builder.load(at(panel, builder.mul(i, i64(4 * WIDE)), i64(64 * half)), align=64) for half in range(WIDE // 16)]
-    for line in range(lines):
-        builder.call(ask, [at(soon, builder.mul(i, soon_step), i64(64 * line), kind=ir.IntType(8)), i32(0), i32(2), i32(1)]) # into the second cache
+    for line in range(lines): _ask(builder, builder.add(builder.add(soon, builder.mul(i, soon_step)), i64(64 * line)), 2)
     added = []
     for row, old in enumerate(sums):
         one = builder.load(at(x, builder.mul(x_step, i64(row)), builder.mul(i, i64(4)), kind=number), align=4)

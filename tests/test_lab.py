@@ -96,6 +96,7 @@ def run_all(page, folder, name, seconds=240):
         page.goto(page.url)
         page.wait_for_selector(".jp-Notebook .jp-Cell")
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+    else: raise AssertionError(f"{name} does not start; kernel, prompts, dialogs: {seen(page)}")
     ended = wait_for(page, lambda status, prompts, _: status == "idle" and not any("*" in p for p in prompts), seconds)
     assert ended, f"{name} is not done after {seconds} s; kernel, prompts, dialogs: {seen(page)}"
     before = path.stat().st_mtime_ns

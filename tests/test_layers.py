@@ -394,7 +394,7 @@ def test_jit_switched_off_means_torch():
 def test_kept_code_is_a_convenience(tmp_path, harm):
     "A broken, full or vanished cache of machine code costs the time to translate, and nothing else"
     code = ("import sys, torch; from minisgl_edu.layers import NumbaOps; import minisgl_edu.layers as l, shutil, os, resource\n"
-            "if sys.argv[1] == 'gone': shutil.rmtree(os.environ['NUMBA_CACHE_DIR']); open(os.environ['NUMBA_CACHE_DIR'], 'w').close()\n"
+            "if sys.argv[1] == 'gone': NumbaOps().rms_norm(torch.ones(1, 4), torch.ones(4), 1e-5); shutil.rmtree(os.environ['NUMBA_CACHE_DIR']); open(os.environ['NUMBA_CACHE_DIR'], 'w').close()\n"
             "if sys.argv[1] == 'fill': resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "print(NumbaOps().silu_mul(torch.ones(1, 4)).tolist())")
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
