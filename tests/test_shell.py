@@ -93,6 +93,13 @@ def test_ctrl_c_while_it_loads_is_no_traceback(seconds):
     assert "Traceback" not in err and p.returncode in (130, 1, 0), (p.returncode, err)
 
 
+def test_ctrl_c_while_python_is_taken_down_changes_no_exit_code():
+    late = "import os, sys; Late = type('Late', (), {'__del__': lambda self, kill=os.kill, pid=os.getpid(): kill(pid, 2)}); late = Late(); "
+    code = late + "from minisgl_edu.cli import main; sys.argv[1:] = ['generate', 'hi', '--top-k', 'many']; sys.exit(main())"
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert p.returncode == 2 and "Traceback" not in p.stderr, (p.returncode, p.stderr)
+
+
 def test_the_command_line_alone_loads_no_torch():
     code = "import sys, minisgl_edu.cli as c; c.build_parser().parse_args(['serve', '--port', '0']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
