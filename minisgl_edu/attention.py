@@ -249,7 +249,7 @@ def decode_loop(
     decode.__qualname__ = code_name("decode", num_qo, num_kv, dim)
     return TeamLoop(decode)
 
-# %% ../nbs/08_attention.ipynb #931c62b3
+# %% ../nbs/08_attention.ipynb #ed70c392
 @functools.lru_cache
 def extend_loops(
     num_qo:int, # Query heads
@@ -288,10 +288,10 @@ def extend_loops(
                 multiply(rows, queries + 4 * (first * q_stride + head * dim), 4 * q_stride, panel, scores.ctypes.data + 4 * block * WIDE, row_bytes, dim, panel + key_bytes, 2 * WIDE) # asks for the first half of the next
             for r in range(rows):
                 mine, highest, added, line = seen - rows + r + 1, np.float32(-np.inf), np.float32(0), scores[r]
-                lanes[:] = -np.inf
-                for i in range(0, mine - 15, 16):
-                    for j in range(16): lanes[j] = max(lanes[j], line[i + j])
-                for i in range(mine // 16 * 16, mine): highest = max(highest, line[i])
+                whole = -(-mine // WIDE) * WIDE
+                line[mine:whole], lanes[:] = -np.inf, -np.inf
+                for i in range(0, whole, WIDE):
+                    for j in range(16): lanes[j] = max(lanes[j], max(line[i + j], line[i + 16 + j]))
                 for j in range(16): highest = max(highest, lanes[j])
                 for i in range(mine):
                     weight = exp((line[i] - highest) * scale)

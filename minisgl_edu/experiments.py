@@ -16,7 +16,7 @@ import torch
 import minisgl_edu
 
 # %% auto #0
-__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'decoding_batch', 'engine', 'resources', 'prefill', 'host_ms', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
+__all__ = ['REGISTRY', 'is_quick', 'Experiment', 'experiment', 'find_experiment', 'provenance', 'run_experiment', 'write_json', 'save_record', 'measurements_dir', 'device_slug', 'recorded', 'run_all', 'main', 'Ladder', 'add_rung', 'rungs', 'core', 'smollm2_135m', 'device', 'distributed', 'checkpoint', 'stepwise_norm', 'stepwise_rope', 'stepwise_gate', 'OpCounter', 'small_operations', 'layer_products', 'layers', 'default_shape', 'models', 'kvcache', 'paged_decode_case', 'attend_all_layers', 'decode_ways', 'attention', 'walk_counts', 'walk_runners', 'flex_runner', 'extend_runners', 'small_kernels', 'Stopwatch', 'kernel_walk', 'radix', 'language_like_logits', 'decode_step', 'sampling', 'SHAPES', 'llama_shape', 'decode_setup', 'count_ops', 'time_decode', 'graphs', 'engine_model', 'decoding_batch', 'engine', 'prompt_rate', 'resources', 'prefill', 'host_ms', 'scheduler', 'chunk_gap', 'turns', 'overlap', 'simulator', 'text', 'llm', 'messages', 'tokenizer_workers', 'server', 'launch', 'tensor_parallel', 'benchmark', 'online', 'skinny_rates', 'refined_ms', 'decode_at', 'step_times', 'zmq_hop_us', 'steps_waited', 'small_ways', 'details']
 
 # %% ../nbs/00_experiments.ipynb #eecd0663
 def is_quick()->bool: # True when `MINISGL_QUICK=1`
@@ -1142,6 +1142,35 @@ def engine(device="cpu", quick=False, seed=0):
             linear_ms=statistics.median(times[b, linears]), sdpa_ms=statistics.median(times[b, sdpa]),
             tokens_per_s=1e3 * b / mid, roofline_share=roof / mid, repeats=len(times[b, "step"])))
     return rows
+
+# %% ../nbs/13_engine.ipynb #312fcefd
+@experiment("13_engine", title="FLOPs a second of a prompt's step", units=dict(step_ms="ms", products_ms="ms", tflop_s="TFLOP/s", matmul_tflop_s="TFLOP/s"))
+def prompt_rate(device="cpu", quick=False, seed=0):
+    "The step of one prompt, by its length, beside the products of the layers' matrices alone"
+    import statistics, time, torch
+    from minisgl_edu.core import SamplingParams
+    from minisgl_edu.device import step_costs
+    from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
+    from minisgl_edu.experiments import SHAPES, engine_model
+    cpu = torch.device(device).type == "cpu"
+    lengths = (64, 128) if quick else (128, 256, 512, 1024, 2048) if cpu else (512, 1024, 2048, 4096, 8192)
+    eng = Engine(EngineConfig(**engine_model(device, SHAPES["8B"]), num_pages=lengths[-1] // 16 + 2, max_running_requests=1, max_seq_len=lengths[-1] + 2, max_prefill_length=lengths[-1]))
+    weights = [p for p in eng.model.layers.parameters() if p.dim() == 2]
+    xs = {(n, size): torch.zeros(n, size, device=eng.device, dtype=eng.dtype) for n in lengths for size in {w.shape[1] for w in weights}}
+    def products(n):
+        for w in weights: eng.model.ops.linear(xs[n, w.shape[1]], w)
+    def step(n): return StaticBatch(eng, [([5] * n, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))]).step
+    def timed(fn):
+        start = time.perf_counter(); fn(); return (time.perf_counter() - start) * 1e3
+    rounds = [{n: (timed(step(n)), timed(lambda: eng.stream.submit(products, n).synchronize())) for n in lengths} for _ in range(3 if quick else 8)][1:] # the first warms up
+    eng.close()
+    def row(n):
+        costs = {cost.name: cost.flops for cost in step_costs(eng.model_config, [(0, n)], eng.dtype) if cost.name != "pointwise"}
+        alone = sum(costs[name] for name in ("qkv", "o", "gate_up", "down"))
+        step_ms, products_ms = (statistics.median(times) for times in zip(*(r[n] for r in rounds)))
+        rates = [flops / ms / 1e9 for flops, ms in ((sum(costs.values()), step_ms), (alone, products_ms))]
+        return dict(tokens=n, step_ms=step_ms, products_ms=products_ms, tflop_s=rates[0], matmul_tflop_s=rates[1], share=rates[0] / rates[1])
+    return [row(n) for n in lengths]
 
 # %% ../nbs/14_resources.ipynb #2ca144e5
 @experiment("14_resources", title="Pages in use over time", units={"in_use": "pages", "leaky": "pages"})

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 # %% auto #0
-__all__ = ['f32', 'CALL', 'recording', 'WIDE', 'TOKENS', 'MOST_ROWS', 'default_inv_freq', 'llama3_inv_freq', 'yarn_inv_freq',
-           'attention_factor', 'rope_inv_freq', 'rope_table', 'rope_rows', 'can_group', 'TorchOps', 'can_pack',
-           'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'alone', 'team', 'on_line',
-           'Memory', 'empty', 'call_list', 'walk', 'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop', 'embedding_loop',
-           'rope_rows_loop', 'panels_loop', 'panels_of', 'product_loop', 'bits', 'NumbaOps', 'Layer', 'RMSNorm',
-           'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
+__all__ = ['f32', 'CALL', 'recording', 'WIDE', 'TOKENS', 'MANY', 'MOST_ROWS', 'default_inv_freq', 'llama3_inv_freq',
+           'yarn_inv_freq', 'attention_factor', 'rope_inv_freq', 'rope_table', 'rope_rows', 'can_group', 'TorchOps',
+           'can_pack', 'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'alone', 'team',
+           'on_line', 'Memory', 'empty', 'call_list', 'walk', 'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop',
+           'embedding_loop', 'rope_rows_loop', 'panels_loop', 'panels_of', 'product_loop', 'bits', 'NumbaOps', 'Layer',
+           'RMSNorm', 'VocabEmbedding', 'ColumnLinear', 'RowLinear', 'LMHead']
 
 # %% ../nbs/05_layers.ipynb #3c94ea96
 from .core import Ops
@@ -378,14 +378,14 @@ class TeamLoop:
         walk(call_list(call), work < 1 << 14)
         if recording.tape is not None: recording.tape.calls.append(call)
 
-# %% ../nbs/05_layers.ipynb #995d8694
+# %% ../nbs/05_layers.ipynb #e09110c9
 @TeamLoop
 def norm_loop(me, members, given):
     "`[num, size]` and a weight `[size]`; `residual` 0: nothing to add, else it becomes the sum"
     x, residual, weight, out, num, size, eps = numbers(given, 7)
     x, out, w = rows_at(x, num, size), rows_at(out, num, size), rows_at(weight, 1, size)[0]
     total = rows_at(residual, num, size) if residual else x
-    for t in range(me, num, members):
+    for t in range(me * num // members, (me + 1) * num // members):
         squares = f32(0)
         for i in range(size):
             y = x[t, i] + total[t, i] if residual else x[t, i]
@@ -398,7 +398,7 @@ def norm_loop(me, members, given):
 def rope_loop(me, members, given):
     "Turns `[num, heads, dim]` in place; rows of `cos_sin` as `rope_rows` makes them; with a `weight [dim]`, each head is normed first"
     x, stride, cos_sin, num, heads, dim, weight, eps = numbers(given, 8)
-    for t in range(me, num, members):
+    for t in range(me * num // members, (me + 1) * num // members):
         pairs, turns = rows_at(x + 4 * t * stride, 2 * heads, dim // 2), rows_at(cos_sin + 8 * t * dim, 4, dim // 2)
         for h in range(heads):
             low, high = pairs[2 * h], pairs[2 * h + 1]
@@ -417,8 +417,8 @@ def gate_loop(me, members, given):
     "From `[num, 2 * size]` to `[num, size]`"
     gate_up, out, num, size = numbers(given, 4)
     gate_up, out = rows_at(gate_up, 2 * num, size), rows_at(out, num, size)
-    for t in range(num):
-        for i in range(me * size // members, (me + 1) * size // members):
+    for t in range(me * num // members, (me + 1) * num // members):
+        for i in range(size):
             g = gate_up[2 * t, i]
             out[t, i] = g / (f32(1) + exp(-g)) * gate_up[2 * t + 1, i]
 
@@ -443,8 +443,8 @@ def rope_rows_loop(me, members, given):
             out[4 * t, i] = out[4 * t + 1, i] = row[0, i]
             out[4 * t + 2, i], out[4 * t + 3, i] = -row[1, i], row[1, i]
 
-# %% ../nbs/05_layers.ipynb #961b9660
-WIDE, TOKENS = 32, 96 # Outputs of a panel; tokens that are worked on together
+# %% ../nbs/05_layers.ipynb #41bbbf69
+WIDE, TOKENS, MANY = 32, 96, 128 # Outputs of a panel; tokens that are worked on together; tokens for which a member walks over all panels by itself
 MOST_ROWS = 12 if numba and llvmlite.binding.get_host_cpu_features().get("avx512f") else 3 # What the registers hold: 32 of sixteen numbers, or 16 of eight
 
 def _tile(builder, num_rows, lines, x, x_step, panel, out, out_step, size, soon, soon_step):
@@ -493,7 +493,7 @@ if numba:
             return ctx.get_dummy_value()
         return types.void(*[types.int64] * 9), build
 
-# %% ../nbs/05_layers.ipynb #2707549c
+# %% ../nbs/05_layers.ipynb #ca04151f
 @TeamLoop
 def panels_loop(me, members, given):
     "From `[outs, size]` to `[outs / 32, size, 32]`; outputs that are missing from the last panel are 0"
@@ -515,20 +515,23 @@ def panels_of(
 
 @TeamLoop
 def product_loop(me, members, given):
-    "`x [num, size]` by panels, plus a bias `[outs]` if its address is not 0; each member takes its panels"
+    "`x [num, size]` by panels, plus a bias `[outs]` if its address is not 0; each member takes its tokens, or if they are few, its panels"
     x, panels, bias, out, num, size, outs = numbers(given, 7)
     count, panel_bytes, spare = -(-outs // WIDE), 4 * WIDE * size, np.empty((MOST_ROWS, WIDE), np.float32)
-    first, last, blocks = me * count // members, (me + 1) * count // members, -(-num // TOKENS)
+    if num >= members * MANY: begin, end, first, last = me * num // members, (me + 1) * num // members, 0, count
+    else: begin, end, first, last = 0, num, me * count // members, (me + 1) * count // members
+    tokens = end - begin
+    tiles = tokens if tokens < 2 else max(2, -(-tokens // MOST_ROWS))
+    blocks = -(-tokens // TOKENS)
     for block in range(blocks):
-        begin = block * num // blocks
-        tokens = (block + 1) * num // blocks - begin
-        passes = 1 if tokens == 1 else max(2, -(-tokens // MOST_ROWS))
+        tile = block * tiles // blocks
+        passes = (block + 1) * tiles // blocks - tile
         for p in range(first, last):
             panel, width = panels + p * panel_bytes, min(WIDE, outs - p * WIDE)
             soon = panel + 1024 if passes == 1 else panel + panel_bytes if p + 1 < last else panel # of the last, itself: no reading in vain
             for j in range(passes):
-                row = begin + j * tokens // passes
-                rows, into = begin + (j + 1) * tokens // passes - row, out + 4 * (row * outs + p * WIDE)
+                row = begin + (tile + j) * tokens // tiles
+                rows, into = begin + (tile + j + 1) * tokens // tiles - row, out + 4 * (row * outs + p * WIDE)
                 target, step = (into, 4 * outs) if width == WIDE else (spare.ctypes.data, 4 * WIDE)
                 multiply(rows if passes > 1 else 0, x + 4 * row * size, 4 * size, panel, target, step, size, soon + j * panel_bytes // passes, 4 * WIDE // passes)
                 if not bias and width == WIDE: continue
