@@ -299,7 +299,7 @@ def compare(
                      "memory_mb": None if None in extra else (median(extra) + (holds if name == first else 0)) / 1e6})
     return rows
 
-# %% ../nbs/26_benchmark.ipynb #ede4fd6f
+# %% ../nbs/26_benchmark.ipynb #a8fe4da2
 def run_benchmark(
     model=None,        # Directory or hub id; None is the default model
     device="cpu",
@@ -318,7 +318,7 @@ def run_benchmark(
     with LLM(path, device=device, max_seq_len=longest, cache="naive", # no round finds the prompts of the last
              page_size=16, num_pages=max(pages_for(w, 16) for w, *_ in work), max_running_requests=max(len(w.requests) for w, *_ in work)) as llm, \
          tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        dtype, (hf, batching, cpp) = llm.engine.dtype, (stack.enter_context(OwnProcess(device)) for _ in range(3))
+        dtype, (hf, batching, cpp) = llm.engine.dtype, (stack.enter_context(OwnProcess(device)) if used else None for used in (True, True, llama))
         if llama: cpp.call(write_gguf, path, f"{folder}/model.gguf")
         ceilings, ours = measure_ceilings(device, dtype, quick), {"minisgl_edu": lambda w: peak_above(partial(engine_peer(llm), w), device)}
         per_page = llm.engine.pool.kv.nbytes / (llm.engine.num_pages + 1)
@@ -522,7 +522,7 @@ def median_of_counts(
         low, below = bound, count
     return float("nan")
 
-# %% ../nbs/26_benchmark.ipynb #2eb8abc1
+# %% ../nbs/26_benchmark.ipynb #564b39fe
 def run_online(
     model=None,                     # Directory or hub id; None is the default model
     device="cpu",
@@ -538,7 +538,7 @@ def run_online(
     from minisgl_edu.scheduler import Scheduler
     path = resolve_model(model)
     vocab, rows = ModelConfig.from_dir(path).vocab_size, []
-    trace = trace or make_trace(6 if quick else 60, rate, seed=seed)
+    trace = trace or make_trace(6 if quick else 60, 3 * rate if quick else rate, seed=seed)
     streams = equal_workload(8, 8, 8, vocab, seed) if quick else equal_workload(64, 32, 32, vocab, seed)
     with LLM(path, device=device, max_seq_len=1024) as llm, start_server(model=path, device=device, max_seq_len=1024, port=0) as server, ExitStack() as stack:
         hf = stack.enter_context(OwnProcess(device)).peer(make_transformers, path, llm.engine.dtype, device, 1)

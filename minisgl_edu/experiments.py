@@ -1686,7 +1686,7 @@ def _load_row(rate, times):
         row |= {f"{name}_ms": mid, f"{name}_low": low, f"{name}_high": high, f"{name}_p95": p95, f"{name}_mean": np.mean(values) * 1e3}
     return row
 
-# %% ../nbs/24_launch.ipynb #11e8b13a
+# %% ../nbs/24_launch.ipynb #bbdec647
 @experiment("24_launch", title="Start-up, and waiting by request rate", units={"seconds": "s", "rate": "requests/s", "ttft_ms": "ms", "itl_ms": "ms"})
 def launch(device="cpu", quick=False, seed=0):
     "When each worker has imported and loaded; then TTFT and inter-token latency under random arrivals of several rates"
@@ -1695,7 +1695,7 @@ def launch(device="cpu", quick=False, seed=0):
     from concurrent.futures import ThreadPoolExecutor
     from minisgl_edu.launch import start_server
     rng, rows = np.random.default_rng(seed), []
-    body = dict(prompt=rng.integers(1000, 9000, 64).tolist(), max_tokens=24, temperature=0, ignore_eos=True, stream=True)
+    body = dict(prompt=rng.integers(1000, 9000, 64).tolist(), max_tokens=8 if quick else 24, temperature=0, ignore_eos=True, stream=True)
     with start_server(port=0, device=device, max_running_requests=16, max_seq_len=512, cache="naive") as server:
         zero = server.times["start"]
         for w in server.workers.all:
@@ -1708,7 +1708,7 @@ def launch(device="cpu", quick=False, seed=0):
             with ThreadPoolExecutor(len(due)) as pool: rows.append(_load_row(rate, list(pool.map(lambda d: _piece_times(server.url, body, d), due))))
     return rows
 
-# %% ../nbs/25_tensor_parallel.ipynb #eec241b8
+# %% ../nbs/25_tensor_parallel.ipynb #c552ee3c
 @experiment("25_tensor_parallel", title="Decoding on several ranks", units={"step_ms": "ms", "alone_ms": "ms", "rank_mb": "MB", "read_gb_s": "GB/s"})
 def tensor_parallel(device="cpu", quick=False, seed=0):
     "Step time with and without the exchanges, and memory per rank, for 1 to 4 ranks"
@@ -1723,11 +1723,11 @@ def tensor_parallel(device="cpu", quick=False, seed=0):
     try: rank_device(device, 0, 2)
     except ValueError as e: return [dict(note=str(e), step_ms=None, alone_ms=None, rank_mb=None, read_gb_s=None)]
     options = dict(device=device, dtype="float32", num_pages=64, max_running_requests=8, max_seq_len=128, cuda_graph_max_bs=0)  # a graph would exchange, alone or not
-    c, rows, steps = measure_ceilings(device, torch.float32, quick=quick), [], 4 if quick else 12
+    c, rows, steps = measure_ceilings(device, torch.float32, quick=quick), [], 2 if quick else 12
     with tempfile.TemporaryDirectory() as folder:
         raw = ModelConfig.from_dir(default_model()).raw | dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
         (Path(folder)/"config.json").write_text(json.dumps(raw))
-        models = {"SmolLM2-135M": (dict(model=str(default_model())), (1, 3)), "8 heads": (dict(model=folder, dummy_weights=True), (1, 2, 4))}
+        models = {"SmolLM2-135M": (dict(model=str(default_model()), dummy_weights=quick), (1, 3)), "8 heads": (dict(model=folder, dummy_weights=True), (1, 2, 4))}
         for name, (model, sizes) in list(models.items())[:1 if quick else 2]:
             for size in sizes:
                 try: rank_device(device, 0, size)
