@@ -1143,7 +1143,7 @@ def engine(device="cpu", quick=False, seed=0):
             tokens_per_s=1e3 * b / mid, roofline_share=roof / mid, repeats=len(times[b, "step"])))
     return rows
 
-# %% ../nbs/13_engine.ipynb #312fcefd
+# %% ../nbs/13_engine.ipynb #ac37b61f
 @experiment("13_engine", title="FLOPs a second of a prompt's step", units=dict(step_ms="ms", products_ms="ms", tflop_s="TFLOP/s", matmul_tflop_s="TFLOP/s"))
 def prompt_rate(device="cpu", quick=False, seed=0):
     "The step of one prompt, by its length, beside the products of the layers' matrices alone"
@@ -1153,7 +1153,7 @@ def prompt_rate(device="cpu", quick=False, seed=0):
     from minisgl_edu.engine import Engine, EngineConfig, StaticBatch
     from minisgl_edu.experiments import SHAPES, engine_model
     cpu = torch.device(device).type == "cpu"
-    lengths = (64, 128) if quick else (128, 256, 512, 1024, 2048) if cpu else (512, 1024, 2048, 4096, 8192)
+    lengths = (64, 128) if quick else (128, 256, 512, 1024) if cpu else (512, 1024, 2048, 4096, 8192)
     eng = Engine(EngineConfig(**engine_model(device, SHAPES["8B"]), num_pages=lengths[-1] // 16 + 2, max_running_requests=1, max_seq_len=lengths[-1] + 2, max_prefill_length=lengths[-1]))
     weights = [p for p in eng.model.layers.parameters() if p.dim() == 2]
     xs = {(n, size): torch.zeros(n, size, device=eng.device, dtype=eng.dtype) for n in lengths for size in {w.shape[1] for w in weights}}
@@ -1162,7 +1162,7 @@ def prompt_rate(device="cpu", quick=False, seed=0):
     def step(n): return StaticBatch(eng, [([5] * n, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))]).step
     def timed(fn):
         start = time.perf_counter(); fn(); return (time.perf_counter() - start) * 1e3
-    rounds = [{n: (timed(step(n)), timed(lambda: eng.stream.submit(products, n).synchronize())) for n in lengths} for _ in range(3 if quick else 8)][1:] # the first warms up
+    rounds = [{n: (timed(step(n)), timed(lambda: eng.stream.submit(products, n).synchronize())) for n in lengths} for _ in range(3 if quick else 6)][1:] # the first warms up
     eng.close()
     def row(n):
         costs = {cost.name: cost.flops for cost in step_costs(eng.model_config, [(0, n)], eng.dtype) if cost.name != "pointwise"}
@@ -1507,7 +1507,7 @@ def text(device="cpu", quick=False, seed=0):
             rows.append(dict(way=way, num_tokens=n, total_ms=t.median_ms, low_ms=t.low_ms, high_ms=t.high_ms, repeats=t.repeats))
     return rows
 
-# %% ../nbs/20_llm.ipynb #7f6e5437
+# %% ../nbs/20_llm.ipynb #b95e722b
 def _static_steps(work, size):
     "Spans of every step that padded static batches make"
     for i in range(0, len(work), size):
@@ -1549,7 +1549,7 @@ def llm(device="cpu", quick=False, seed=0):
             "transformers, static batches of 8": (lambda: on(static, 8), _static_steps(work, 8)),
             "LLM.generate": (lambda: generate(work), _continuous_steps(work))}
     generate(work[:1])
-    times = measure_interleaved({name: run for name, (run, _) in ways.items()}, repeats=1 if quick else 3, warmup=0, device=device)
+    times = measure_interleaved({name: run for name, (run, _) in ways.items()}, repeats=1 if quick else 2, warmup=0, device=device)
     ours.close()
     ceilings, tokens, rows = measure_ceilings(device, torch.float32, quick), sum(p.max_tokens for _, p in work), []
     for name, (_, spans) in ways.items():
