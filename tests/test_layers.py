@@ -355,7 +355,8 @@ def test_our_product_on_any_team(threads):
     before, weight = torch.get_num_threads(), rand(70, 24)
     try:
         torch.set_num_threads(threads)
-        for n in (1, 2, 13, 100): torch.testing.assert_close(looped().linear(rand(n, 24), weight), rand(n, 24) @ weight.T, rtol=1e-5, atol=1e-4)
+        many = threads * layers.MANY # from here on tokens are shared out, and not panels
+        for n in (1, 2, 13, 100, many - 1, many, many + 5, 1000): torch.testing.assert_close(looped().linear(rand(n, 24), weight), rand(n, 24) @ weight.T, rtol=1e-5, atol=1e-4)
         test_loops_equal_torch(7, 10)
     finally: torch.set_num_threads(before)
 
@@ -363,7 +364,7 @@ def test_our_product_on_any_team(threads):
 def test_our_product_reads_and_writes_nothing_beside_its_place():
     "Values around the input and the output are NaN, and stay"
     ops, weight = looped(), rand(45, 19)
-    for n in (1, 3, 13, 97):
+    for n in (1, 3, 13, 97, 255, 256, 301):
         frame_x, frame_out = torch.full((n + 2, 19), math.nan), torch.full((n + 2, 45), math.nan)
         frame_x[1:-1] = rand(n, 19)
         panels = layers.panels_of(weight)
