@@ -50,7 +50,7 @@ fetch: $(READY)
 
 lab: $(READY)
 	@cd nbs && ../$(BIN)/jupyter trust *.ipynb > /dev/null  # or JupyterLab hides stored SVG, the map of the engine
-	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/index.ipynb $(ARGS)
+	@cd nbs && ../$(BIN)/jupyter lab --ZMQChannelsWebsocketConnection.kernel_ws_protocol= $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/index.ipynb $(ARGS)
 
 bench: $(READY)
 	@$(BIN)/minisgl-edu bench $(ARGS)

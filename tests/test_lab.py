@@ -31,6 +31,7 @@ def lab(tmp_path_factory, model, model_dir):
            "JUPYTERLAB_SETTINGS_DIR": str(folder.parent / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(folder.parent / "workspaces")}
     subprocess.run([sys.executable, "-m", "jupyter", "trust", "index.ipynb"], cwd=folder, env=env, check=True, capture_output=True)  # as `make lab` does
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1", "--IdentityProvider.token=t",
+               "--ZMQChannelsWebsocketConnection.kernel_ws_protocol=",  # the plain protocol: on a busy machine a restarted kernel's socket can come back without the other one, and the server reads gigabytes into it
                "--ServerApp.port_retries=0", "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
