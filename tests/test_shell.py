@@ -93,6 +93,22 @@ def test_ctrl_c_while_it_loads_is_no_traceback(seconds):
     assert "Traceback" not in err and p.returncode in (130, 1, 0), (p.returncode, err)
 
 
+def test_ctrl_c_that_a_library_swallows_while_it_loads_ends_all_the_same():
+    code = """
+import importlib.abc, os, sys
+class Swallows(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "minisgl_edu.launch":
+            try: os.kill(os.getpid(), 2); sum(range(1000))
+            except BaseException: pass
+sys.meta_path.insert(0, Swallows())
+from minisgl_edu.cli import main
+sys.argv[1:] = ["serve", "--model", "/nowhere/at/all", "--port", "0"]
+sys.exit(main())"""
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert p.returncode == 130 and not p.stderr, (p.returncode, p.stderr)
+
+
 def test_ctrl_c_while_python_is_taken_down_changes_no_exit_code():
     late = "import os, sys; Late = type('Late', (), {'__del__': lambda self, kill=os.kill, pid=os.getpid(): kill(pid, 2)}); late = Late(); "
     code = late + "from minisgl_edu.cli import main; sys.argv[1:] = ['generate', 'hi', '--top-k', 'many']; sys.exit(main())"
