@@ -274,14 +274,16 @@ def experiments(
     from minisgl_edu.experiments import main as run
     return run(args.rest)
 
-# %% ../nbs/27_cli.ipynb #b9de0617
+# %% ../nbs/27_cli.ipynb #6d3ead64
 def load(
     module:str # Of this package
 ):
     "Import it; meanwhile a Ctrl-C ends the process at once, for some libraries swallow the exception that it raises, and nothing is open yet"
-    before = signal.signal(signal.SIGINT, lambda n, _: os._exit(128 + n))
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler # a shell may have decided that a background process hears none
+    if usual: signal.signal(signal.SIGINT, lambda n, _: os._exit(128 + n))
     try: importlib.import_module(f"minisgl_edu.{module}")
-    finally: signal.signal(signal.SIGINT, before)
+    finally:
+        if usual: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def main(
     argv:list[str]|None=None # Arguments; the command line's if left out
