@@ -277,7 +277,7 @@ def extend_loops(
     def attend(me, members, given):
         queries, q_stride, keys, values, cached, num, answers = numbers(given, 7)
         blocks, tiles, out = -(-(cached + num) // WIDE), -(-num // MOST_ROWS), rows_at(answers, num, num_qo * dim)
-        scores, part, lanes = np.empty((MOST_ROWS, blocks * WIDE), np.float32), np.empty((MOST_ROWS, WIDE), np.float32), np.empty(16, np.float32)
+        scores, part, lanes = np.empty((MOST_ROWS, blocks * WIDE), np.float32), np.empty((MOST_ROWS, WIDE), np.float32), np.empty(WIDE // 2, np.float32)
         total, row_bytes, key_bytes, value_bytes = np.empty(MOST_ROWS, np.float32), 4 * blocks * WIDE, 4 * dim * WIDE, 4 * blocks * WIDE * WIDE
         for item in range(me, num_qo * tiles, members):
             head, first = item // tiles, item % tiles * MOST_ROWS
@@ -291,8 +291,8 @@ def extend_loops(
                 whole = -(-mine // WIDE) * WIDE
                 line[mine:whole], lanes[:] = -np.inf, -np.inf
                 for i in range(0, whole, WIDE):
-                    for j in range(16): lanes[j] = max(lanes[j], max(line[i + j], line[i + 16 + j]))
-                for j in range(16): highest = max(highest, lanes[j])
+                    for j in range(WIDE // 2): lanes[j] = max(lanes[j], max(line[i + j], line[i + WIDE // 2 + j]))
+                for j in range(WIDE // 2): highest = max(highest, lanes[j])
                 for i in range(mine):
                     weight = exp((line[i] - highest) * scale)
                     line[i] = weight

@@ -207,6 +207,8 @@ def _rank_main(fn, rank, size, device, init_method, threads, timeout, conn, args
     try: conn.recv_bytes() # others may still need this rank: it leaves when the parent hangs up
     except (EOFError, OSError): pass
     if group is not None: group.close()
+    sys.stdout.flush(); sys.stderr.flush()
+    os._exit(0) # all is said: taking down an interpreter with PyTorch inside takes longer than many a job
 
 # %% ../nbs/03_distributed.ipynb #f99c0a72
 def _collect(procs, conns, timeout):

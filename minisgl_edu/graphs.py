@@ -56,6 +56,9 @@ def largest_captured(
 # %% ../nbs/12_graphs.ipynb #9d1aa9b9
 class _OnlyViews(TorchDispatchMode):
     "PyTorch may give memory another shape, and do nothing else"
+    @classmethod
+    def _should_skip_dynamo(cls): return False # nothing is compiled here: PyTorch need not load its compiler first, which takes seconds
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
         known, made = ([t.untyped_storage().data_ptr() for t in tree_leaves(ts) if isinstance(t, torch.Tensor)] for ts in ((args, kwargs), out))

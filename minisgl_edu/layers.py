@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 # %% auto #0
-__all__ = ['f32', 'CALL', 'recording', 'WIDE', 'TOKENS', 'MANY', 'MOST_ROWS', 'default_inv_freq', 'llama3_inv_freq',
+__all__ = ['f32', 'CALL', 'recording', 'TOKENS', 'MANY', 'WIDE', 'MOST_ROWS', 'default_inv_freq', 'llama3_inv_freq',
            'yarn_inv_freq', 'attention_factor', 'rope_inv_freq', 'rope_table', 'rope_rows', 'can_group', 'TorchOps',
            'can_pack', 'PackedOps', 'can_loop', 'loop', 'rows_at', 'exp', 'openmp', 'compiled', 'alone', 'team',
            'on_line', 'Memory', 'empty', 'call_list', 'walk', 'TeamLoop', 'norm_loop', 'rope_loop', 'gate_loop',
@@ -444,8 +444,8 @@ def rope_rows_loop(me, members, given):
             out[4 * t + 2, i], out[4 * t + 3, i] = -row[1, i], row[1, i]
 
 # %% ../nbs/05_layers.ipynb #41bbbf69
-WIDE, TOKENS, MANY = 32, 96, 128 # Outputs of a panel; tokens that are worked on together; tokens for which a member walks over all panels by itself
-MOST_ROWS = 12 if numba and llvmlite.binding.get_host_cpu_features().get("avx512f") else 3 # What the registers hold: 32 of sixteen numbers, or 16 of eight
+TOKENS, MANY = 96, 128 # Tokens that are worked on together; tokens for which a member walks over all panels by itself
+WIDE, MOST_ROWS = (32, 12) if numba and llvmlite.binding.get_host_cpu_features().get("avx512f") else (16, 5) # Outputs of a panel, and tokens of a tile: what 32 registers of sixteen numbers hold, or 16 of eight
 
 def _tile(builder, num_rows, lines, x, x_step, panel, out, out_step, size, soon, soon_step):
     "LLVM: `num_rows` tokens by a panel, sums in registers; steps in bytes; each feature asks for `lines` of what is needed soon"
@@ -479,7 +479,7 @@ def _tile(builder, num_rows, lines, x, x_step, panel, out, out_step, size, soon,
 if numba:
     @intrinsic
     def multiply(context, rows, x, x_step, panel, out, out_step, size, soon, soon_step):
-        "A tile of so many rows; 0 stands for one row alone, which asks for two lines at a time"
+        "A tile of so many rows; 0 stands for one row alone, which asks for all lines of a feature at a time"
         def build(ctx, builder, signature, args):
             end = builder.append_basic_block("end")
             choice = builder.switch(args[0], end)
@@ -487,7 +487,7 @@ if numba:
                 block = builder.append_basic_block(f"rows_{rows}")
                 choice.add_case(ir.IntType(64)(rows), block)
                 builder.position_at_end(block)
-                _tile(builder, rows or 1, 1 if rows else 2, *args[1:])
+                _tile(builder, rows or 1, 1 if rows else WIDE // 16, *args[1:])
                 builder.branch(end)
             builder.position_at_end(end)
             return ctx.get_dummy_value()
@@ -496,7 +496,7 @@ if numba:
 # %% ../nbs/05_layers.ipynb #ca04151f
 @TeamLoop
 def panels_loop(me, members, given):
-    "From `[outs, size]` to `[outs / 32, size, 32]`; outputs that are missing from the last panel are 0"
+    "From `[outs, size]` to `[outs / WIDE, size, WIDE]`; outputs that are missing from the last panel are 0"
     weight, panels, outs, size = numbers(given, 4)
     weight, panels = rows_at(weight, outs, size), rows_at(panels, -(-outs // WIDE) * size, WIDE)
     for p in range(me, -(-outs // WIDE), members):
@@ -505,7 +505,7 @@ def panels_loop(me, members, given):
 
 def panels_of(
     weight:torch.Tensor # [outs, size] float32, contiguous
-)->torch.Tensor: # [outs / 32, size, 32] from a cache line's beginning on
+)->torch.Tensor: # [outs / WIDE, size, WIDE] from a cache line's beginning on
     "The weight in the order in which `product_loop` reads it"
     (outs, size), num = weight.shape, -(-len(weight) // WIDE)
     panels = torch.empty(num, size, WIDE)

@@ -4,7 +4,8 @@
 
 # %% ../nbs/19_text.ipynb #55b35dfa
 from __future__ import annotations
-import codecs, functools, re
+import codecs, functools, json, re
+from pathlib import Path
 from typing import Sequence
 
 from .checkpoint import has_tokenizer
@@ -14,6 +15,16 @@ from .core import RequestError
 __all__ = ['load_tokenizer', 'check_messages', 'encode_chat', 'encode', 'decode', 'byte_alphabet', 'TokenTable', 'token_table',
            'ByteDetokenizer', 'WindowDetokenizer', 'Detokenizer', 'StopChecker', 'TextStream']
 
+# %% ../nbs/19_text.ipynb #d1e568d1
+def _plain_config(
+    path:Path # Model directory
+): # A transformers config of no class of its own; None where only the model's class knows its tokenizer
+    "What `AutoTokenizer` asks of a model, without the import of that model's code, which takes longer than all the rest"
+    from transformers import PreTrainedConfig
+    try: tokenizer, config = (json.loads((path/name).read_text(encoding="utf-8")) for name in ("tokenizer_config.json", "config.json"))
+    except (OSError, ValueError): return None
+    return PreTrainedConfig.from_dict(config) if tokenizer.get("tokenizer_class") else None
+
 # %% ../nbs/19_text.ipynb #1eaa024f
 def load_tokenizer(
     path # Model directory
@@ -21,7 +32,7 @@ def load_tokenizer(
     "The tokenizer of a model directory"
     if not has_tokenizer(path): raise FileNotFoundError(f"{path} has no tokenizer files (tokenizer.json or tokenizer.model)")
     from transformers import AutoTokenizer
-    try: tokenizer = AutoTokenizer.from_pretrained(str(path))
+    try: tokenizer = AutoTokenizer.from_pretrained(str(path), config=_plain_config(Path(path)))
     except Exception as e: raise ValueError(f"the tokenizer in {path} cannot be loaded: {type(e).__name__}: {e}") from None
     tokenizer.model_max_length = 10**30 # lengths are the scheduler's business: no warning here
     return tokenizer

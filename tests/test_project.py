@@ -253,6 +253,17 @@ def test_imports_are_lazy():
     assert out.strip() == "False []"
 
 
+def test_no_compiler_and_no_algebra_come_along():
+    "What nobody needs to run a model on a CPU takes seconds to import: PyTorch's compiler, SymPy, the code of transformers' models"
+    heavy = ("torch._dynamo", "sympy", "torch.distributed.tensor", "transformers.modeling_utils")
+    out = run_python(f"""import sys
+from minisgl_edu import LLM, SamplingParams
+with LLM(device="cpu", max_seq_len=64) as llm:
+    llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=3))
+    print(llm.engine.graphs is not None and llm.engine.graphs.taped, [m for m in {heavy!r} if m in sys.modules])""")
+    assert out.splitlines()[-1] == "True []"
+
+
 def test_public_face():
     "What the README imports is there"
     existing = [n for n, m in public_face().items() if m in MODULES]

@@ -1,8 +1,10 @@
 "Text to tokens, tokens to text, stop strings: what chapter 19 promises."
-import random, re
+import json, random, re, shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from transformers import AutoTokenizer
 
 from minisgl_edu import text as tx
 from minisgl_edu.checkpoint import default_model, save_random_model
@@ -302,6 +304,22 @@ def test_load_tokenizer(tmp_path, tok, caplog):
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as e: load_tokenizer(tmp_path)
     assert "cannot be loaded" in str(e.value)
     assert len(encode(tok, "word " * 9000)) > 8192 and "longer than" not in caplog.text
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "NoSuchTokenizer", None])
+def test_the_tokenizer_is_the_one_that_transformers_takes(tmp_path, model_type, name):
+    "Asked with a config of no class, `AutoTokenizer` must choose as it does by itself"
+    for f in Path(default_model()).iterdir():
+        if f.suffix != ".safetensors": shutil.copy(f, tmp_path)
+    def change(file, **new):
+        old = json.loads((tmp_path/file).read_text(encoding="utf-8")) | new
+        (tmp_path/file).write_text(json.dumps({k: v for k, v in old.items() if v is not None}), encoding="utf-8")
+    change("config.json", model_type=model_type); change("tokenizer_config.json", tokenizer_class=name)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    text, chat = "Hello wörld 12  x 👩‍🚀", [{"role": "user", "content": "Hi"}]
+    assert type(ours) is type(theirs) and ours.encode(text) == theirs.encode(text) and ours.all_special_ids == theirs.all_special_ids
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
 
 
 def test_every_vocabulary_spells_its_tokens():
