@@ -408,3 +408,44 @@ def test_kept_code_is_a_convenience(tmp_path, harm):
         harm = "plain"
     out = run(harm)
     assert out.stdout.startswith("[[0.73"), out.stderr
+
+
+def test_the_tile_of_another_processor(tmp_path):
+    "Registers decide the widths of panels and tiles: those that are not this processor's give the same products and the same attention"
+    code = """
+import types, torch, torch.nn.functional as F, llvmlite.binding as binding
+ask = binding.get_host_cpu_features
+class Other(type(ask())): # what Numba asks for is what there is: it lists all features
+    def get(self, name, *default): return super().get(name, *default) != (name == "avx512f")
+binding.get_host_cpu_features = lambda: Other(ask())
+from minisgl_edu import layers
+from minisgl_edu.attention import NumbaAttention
+from minisgl_edu.kvcache import KVPool, create_page_table
+from minisgl_edu.core import ForwardContext
+
+g = torch.Generator().manual_seed(0)
+def random(*shape): return torch.randn(shape, generator=g)
+ops = layers.NumbaOps()
+for outs, size in ((50, 24), (96, 64)):
+    w, b = random(outs, size), random(outs)
+    for n in (1, 2, 4, 5, 6, 11, 12, 13, 37, 100, 300): torch.testing.assert_close(ops.linear(x := random(n, size), w, b), F.linear(x, w, b), rtol=1e-4, atol=1e-4)
+
+pool, table = KVPool(1, 80, 1, 2, 40, torch.device("cpu"), torch.float32), create_page_table(1, 80, torch.device("cpu"))
+table[0, :80] = torch.randperm(80, generator=g)
+attention = NumbaAttention(types.SimpleNamespace(num_qo_heads=6, num_kv_heads=2, head_dim=40), pool, table)
+keys, values, cached = random(61, 2, 40), random(61, 2, 40), 0
+for n in (1, 7, 19, 33, 1):
+    one, here = torch.tensor([0]), slice(cached, cached + n)
+    ctx = ForwardContext("prefill", [cached], [cached + n], one, torch.zeros(n, dtype=torch.long), torch.arange(cached, cached + n), table[0, here].long(), torch.tensor([n - 1]))
+    attention.prepare(ctx)
+    q = random(n, 6, 40)
+    got = attention.forward(q, keys[here].clone(), values[here].clone(), 0, ctx).view(n, 6, 40)
+    k, v = (t[:cached + n].repeat_interleave(3, 1).transpose(0, 1)[None] for t in (keys, values))
+    mask = torch.ones(n, cached + n, dtype=torch.bool).tril(cached)
+    want = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask)[0].transpose(0, 1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    cached += n
+print(layers.WIDE, layers.MOST_ROWS)"""
+    r = subprocess.run([sys.executable, "-c", code], env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=240)
+    assert r.returncode == 0, r.stderr[-2000:]
+    assert r.stdout.split() == {16: ["32", "12"], 32: ["16", "5"]}[layers.WIDE]
