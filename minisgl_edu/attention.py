@@ -281,10 +281,10 @@ def extend_loops(
         total, row_bytes, key_bytes, value_bytes = np.empty(MOST_ROWS, np.float32), 4 * blocks * WIDE, 4 * dim * WIDE, 4 * blocks * WIDE * WIDE
         for item in range(me, num_qo * tiles, members):
             head, first = item // tiles, item % tiles * MOST_ROWS
-            rows, group = min(MOST_ROWS, num - first), head // (num_qo // num_kv)
+            rows, g = min(MOST_ROWS, num - first), head // (num_qo // num_kv)
             seen = cached + first + rows # by the last row
             for block in range(-(-seen // WIDE)):
-                panel = keys + (group * blocks + block) * key_bytes
+                panel = keys + (g * blocks + block) * key_bytes
                 multiply(rows, queries + 4 * (first * q_stride + head * dim), 4 * q_stride, panel, scores.ctypes.data + 4 * block * WIDE, row_bytes, dim, panel + key_bytes, 2 * WIDE) # asks for the first half of the next
             for r in range(rows):
                 mine, highest, added, line = seen - rows + r + 1, np.float32(-np.inf), np.float32(0), scores[r]
@@ -299,7 +299,7 @@ def extend_loops(
                     added += weight
                 line[mine:seen], total[r] = 0, added
             for piece in range(pieces):
-                panel = values + (group * pieces + piece) * value_bytes
+                panel = values + (g * pieces + piece) * value_bytes
                 multiply(rows, scores.ctypes.data, row_bytes, panel, part.ctypes.data, 4 * WIDE, seen, panel, 0) # nothing to ask for
                 for r in range(rows):
                     for c in range(min(WIDE, dim - piece * WIDE)): out[first + r, head * dim + piece * WIDE + c] = part[r, c] / total[r]

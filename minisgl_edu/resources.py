@@ -67,7 +67,7 @@ class TableManager:
         req:Req,                   # A request that holds a row
         old_pages:Sequence[int]    # What its row named before `req.pages`
     )->tuple[np.ndarray,np.ndarray]: # [num_tokens] places in the flattened page table, [num_tokens] slots to write there
-        "The host's row follows `req.pages`; says what the device's row must follow with"
+        "Copy `req.pages` into the host's row; returns where the device's row differs now, and what to write there"
         self.pages[req.table_idx, :len(req.pages)] = req.pages
         changed = [i for i, (old, new) in enumerate(zip(old_pages, req.pages)) if old != new]
         positions = (np.array(changed, dtype=np.int64)[:, None] * self.page_size + np.arange(self.page_size)).ravel()

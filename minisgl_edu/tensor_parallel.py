@@ -104,18 +104,19 @@ def run_engine(
     finally: engine.close()
 
 # %% ../nbs/25_tensor_parallel.ipynb #3586d106
-def _steps_ms(engine, group, batch, steps):
+def _steps_ms(engine, group, batch, steps, alone=False):
     "Times of some decode steps; token ids lie in every rank's own part of the vocabulary"
-    ids = [7 + i for i in range(16)]
+    ids, size = [7 + i for i in range(16)], group.size
     run = StaticBatch(engine, [(ids, SamplingParams(temperature=0.0, max_tokens=steps + 3, ignore_eos=True))] * batch)
-    for _ in range(3): run.step()  # the prompt, and two steps to warm up
-    times = []
-    for _ in range(steps):
-        group.barrier()
+    def step_ms():
+        group.barrier()  # all begin together, also where each believes that it is alone
         start = time.perf_counter()
-        run.step()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
+        try:
+            if alone: group.size = 1  # exchanges become free, and wrong
+            run.step()
+        finally: group.size = size
+        return (time.perf_counter() - start) * 1e3
+    return [step_ms() for _ in range(steps + 3)][3:]  # without the prompt, and two steps to warm up
 
 def time_rank(
     group:TPGroup,     # This rank's seat
@@ -127,12 +128,7 @@ def time_rank(
     engine, rows = Engine(EngineConfig(**options), group), []
     held = dict(weight_bytes=sum(p.nbytes for p in engine.model.parameters()), kv_bytes=engine.pool.nbytes)
     for batch in batches:
-        size, together = group.size, _steps_ms(engine, group, batch, steps)
-        try:
-            group.size = 1  # exchanges become free, and wrong
-            alone = _steps_ms(engine, group, batch, steps)
-        finally: group.size = size
-        rows.append(dict(batch=batch, together=together, alone=alone, **held))
+        rows.append(dict(batch=batch, together=_steps_ms(engine, group, batch, steps), alone=_steps_ms(engine, group, batch, steps, alone=True), **held))
     group.barrier()
     engine.close()
     return rows

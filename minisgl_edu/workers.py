@@ -189,7 +189,7 @@ class Seat:
     rank: int = 0
     size: int = 1
     meet: str = ""   # Where the ranks meet: `init_tp`'s `init_method`
-    pulse: Any = field(default_factory=lambda: [0, 0, 0]) # Layers' exchanges (a tokenizer's: prompts) and rounds so far; is there work?
+    pulse: Any = field(default_factory=lambda: [0, 0, 0]) # Exchanges (a tokenizer's: prompts) and rounds so far; is there work?
 
     def join(self,
         device:str|None # As the user said it
