@@ -4,7 +4,7 @@
 
 # %% ../nbs/24_launch.ipynb #28117656
 from __future__ import annotations
-import atexit, logging, multiprocessing, os, pickle, signal, socket, sys, tempfile, threading, time
+import atexit, errno, logging, multiprocessing, os, pickle, signal, socket, sys, tempfile, threading, time
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -117,7 +117,7 @@ def bind(
         sock.listen(2048) # two that are only bound may share a port; a listening one is alone
     except OSError as e:
         sock.close()
-        raise OSError(f"cannot listen on {host} port {port}: {e.strerror}") from None
+        raise OSError(f"cannot listen on {host} port {port}: {e.strerror}" + "; port 0 takes any free one" * (e.errno == errno.EADDRINUSE)) from None
     return sock
 
 # %% ../nbs/24_launch.ipynb #3ea6bd93
