@@ -1605,9 +1605,10 @@ def tokenizer_workers(device="cpu", quick=False, seed=0):
     for i in range(3):
         control, theirs = spawn.Pipe()
         args = WorkerArgs(f"tokenizer-{i}", path, Channel(), out, spare, spare, theirs)
-        started.append((spawn.Process(target=tokenizer_worker, args=(args,), daemon=True), control, args.inbox, theirs))
+        started.append((spawn.Process(target=tokenizer_worker, args=(args,), daemon=True), control, args.inbox))
         started[-1][0].start()
-    for _, control, _, theirs in started: control.recv(); theirs.close()
+        theirs.close()  # of a worker that dies we hear, instead of waiting for ever
+    for _, control, _ in started: control.recv()
     loop = TokenizerLoop(load_tokenizer(path).encode)
     def run(n):
         for m in work: started[m.uid % n][2].send([m])
@@ -1618,7 +1619,7 @@ def tokenizer_workers(device="cpu", quick=False, seed=0):
     for n in range(4):
         t = measure((lambda: loop.handle(work)) if n == 0 else (lambda: run(n)), repeats=3 if quick else 9, warmup=1)
         rows.append(dict(workers=n, prompts=len(work), tokens=tokens, tokens_per_s=tokens / t.median_ms * 1e3, low=tokens / t.high_ms * 1e3, high=tokens / t.low_ms * 1e3))
-    for process, control, _, _ in started: control.send(ShutdownMsg()); process.join(10)
+    for process, control, _ in started: control.send(ShutdownMsg()); process.join(10)
     return rows
 
 # %% ../nbs/23_server.ipynb #6d36321c
